@@ -2,19 +2,19 @@
 
     python decode.py --prompt "..." --tau 0.8
 
-Behind the prefix stand B masks. One causal forward gives B + 1 candidates: the last real token predicts the
-first, every mask one more. They are accepted from the left while the confidence passes tau, the first one
-always; the window slides behind them, and so on. tau = 1 is plain autoregression, without masks.
+Behind the prefix stand B masks. One causal forward gives B + 1 candidates: the last real token
+predicts the first, every mask one more. They are accepted from the left while their confidence
+passes tau, the first one always; the window slides behind them. tau = 1 is plain autoregression.
 
-         feed   [ accepted by the last forward | M  M  M  M .. ]      one row, B = 4
-    candidates                           c1      c2 c3 c4 c5          3 pass: feed c1 c2 c3 next
+          feed   [ accepted last time | M  M  M  M ... ]        one row, B = 4
+    candidates                     c1   c2 c3 c4 c5             c1 c2 c3 pass: they are fed next
 
 What is unusual here:
   * the last mask counts too: B masks are B + 1 candidates (the paper's decoder reads B of them);
-  * rows never wait for each other, and a finished row takes the next prompt at once: every row has its
-    own cursor in the cache (the paper's future work), so a batch gives what its prompts give alone;
-  * a feed is always 2B + 1 wide: rows with fewer accepted tokens carry more masks, which is harmless;
-  * `naive` below does the same without a cache, one row at a time. The tests hold the loop to it.
+  * every row has its own cursor in the cache (the paper's future work): no row waits for another, a
+    finished row takes the next prompt at once, and a batch gives what its prompts give alone;
+  * a feed is always 2B + 1 wide: rows with fewer accepted tokens carry more masks, to no effect;
+  * `naive` does the same without a cache, one row at a time; the tests hold the loop to it.
 """
 
 import argparse
@@ -29,21 +29,21 @@ import torch
 from torch import Tensor
 
 from kv_cache import KVCache
-from model import Chat, Qwen2, UserError, load, pick_device, pick_dtype, run, visible
+from model import Chat, Qwen2, UserError, load, place, run, visible
 
 TOY = Path(__file__).parent / "toy" / "mars"
 METRICS = ("probability", "margin", "entropy")
 
-# ------------------------------------------------------------------------------------ what goes in and out
+# --------------------------------------------------------------------------- requests and results
 
 
 @dataclass
 class Options:
-    """How to decode. tau is one number or one per prompt; entropy is in nats, and accepts below tau."""
+    """How to decode; tau is one number, or one per prompt."""
 
     tau: float | Sequence[float] = 0.95
     metric: str = "probability"
-    block: int = 4  # B, the number of masks
+    block: int | None = None  # B, the number of masks; None: the checkpoint's own, else 4
     max_new: int = 256
     temperature: float = 0.0
     seed: int = 0
@@ -51,11 +51,11 @@ class Options:
 
 @dataclass
 class Result:
-    """What one prompt gave. `tokens` ends with the end-of-turn token if there was room for it."""
+    """What one prompt gave."""
 
-    tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)  # tokens that each forward gave; the prefill is one
-    positions: int = 0  # computed by the model, masks included
+    tokens: list[int] = field(default_factory=list)  # with the end-of-turn token, if it came
+    accepted: list[int] = field(default_factory=list)  # tokens from each forward, prefill included
+    positions: int = 0  # that the model computed, masks included
 
     @property
     def forwards(self) -> int:
@@ -72,27 +72,19 @@ class Result:
 
 
 class Request:
-    """One prompt on its way: its options, its random numbers, its result so far."""
+    """One prompt on its way: what it asks for, its random numbers, its result so far."""
 
-    def __init__(self, index: int, prompt: list[int], model: Qwen2, options: Options):
-        tau, config = options.tau, model.config
-        self.index, self.prompt, self.max_new = index, prompt, options.max_new
-        self.tau = float(tau if isinstance(tau, int | float) else tau[index])
-        self.one_token = plain_ar(self.tau, options.metric)
-        self.candidates = 1 if self.one_token else options.block + 1
-        self.stop = set(config.eos_token_id)
+    def __init__(self, prompt: list[int], index: int, tau: float, model: Qwen2, options: Options):
+        self.prompt, self.index, self.tau = prompt, index, tau
+        self.one_token = plain_ar(tau, options.metric)
+        block = options.block or model.config.block_size or 4
+        self.candidates = 1 if self.one_token else block + 1
+        self.max_new, self.stop = options.max_new, set(model.config.eos_token_id)
         self.generator = torch.Generator(model.device).manual_seed(options.seed + index)
         self.last, self.done, self.result = prompt, False, Result()
-        if not prompt:
-            raise UserError("an empty prompt: there is nothing to continue")
-        if len(prompt) + options.max_new > config.max_position_embeddings:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and {options.max_new} new ones do not fit into the model's "
-                f"{config.max_position_embeddings} positions; shorten the prompt or lower max_new"
-            )
 
     def take(self, guesses: list[int], count: int, positions: int) -> list[int]:
-        """Accept the first `count` guesses, up to an end-of-turn token or max_new; returns those kept."""
+        """Accept `count` guesses, but nothing behind an end-of-turn token or max_new."""
         room = self.max_new - len(self.result.tokens)
         kept = guesses[: min(count, room)]
         ends = [i for i, token in enumerate(kept) if token in self.stop]
@@ -104,21 +96,44 @@ class Request:
         return kept
 
 
-# ------------------------------------------------------------------------------------------ acceptance
+def prepare(model: Qwen2, prompts: list[list[int]], options: Options) -> list[Request]:
+    """A request for each prompt; raises UserError for what could not run, before anything runs."""
+    for name, least in (("block", 1), ("max_new", 1), ("temperature", 0)):
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            raise UserError(f"{name} {value}: must be at least {least}")
+    if model.config.mask_token_id is None:
+        raise UserError("the model has no mask token; load it with model.load")
+    taus = options.tau if isinstance(options.tau, Sequence) else [options.tau] * len(prompts)
+    if len(taus) != len(prompts):
+        raise UserError(f"{len(taus)} values of tau for {len(prompts)} prompts")
+    positions = model.config.max_position_embeddings
+    for prompt in prompts:
+        if not prompt:
+            raise UserError("an empty prompt: there is nothing to continue")
+        if len(prompt) + options.max_new > positions:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and up to {options.max_new} new ones exceed the "
+                f"model's {positions} positions: shorten the prompt or lower max_new"
+            )
+    return [Request(p, i, float(t), model, options) for i, (p, t) in enumerate(zip(prompts, taus))]
+
+
+# ------------------------------------------------------------------------------------- acceptance
 
 
 def plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau the one-token point? A decision about tau alone: no confidence can slip through."""
+    """Is this the one-token tau? Decided on tau alone: no confidence can round its way past it."""
     if metric not in METRICS:
         raise UserError(f"metric {metric!r}: must be one of {', '.join(METRICS)}")
-    if not 0 <= tau or (metric != "entropy" and tau > 1):
+    if not tau >= 0 or (metric != "entropy" and tau > 1):
         bounds = "at least 0 (nats)" if metric == "entropy" else "between 0 and 1"
         raise UserError(f"tau {tau}: must be {bounds} for the metric {metric}")
     return tau <= 0 if metric == "entropy" else tau >= 1
 
 
 def confidences(probs: Tensor, guesses: Tensor, metric: str) -> Tensor:
-    """(R, C) from probabilities (R, C, V) and the guessed tokens (R, C); see section 3.4."""
+    """(R, C), of probabilities (R, C, V) and the guessed tokens (R, C); section 3.4."""
     if metric == "entropy":
         return torch.special.entr(probs).sum(-1)
     if metric == "margin":
@@ -128,67 +143,75 @@ def confidences(probs: Tensor, guesses: Tensor, metric: str) -> Tensor:
 
 
 def accepted_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
-    """Length (R,) of the leading run of candidates (R, C) that pass tau (R,); the first always does."""
-    passed = confidence <= tau[:, None] if metric == "entropy" else confidence >= tau[:, None]
+    """Length (R,) of the leading run in (R, C) that passes tau (R,); the first always does."""
+    tau = tau[:, None]
+    passed = confidence <= tau if metric == "entropy" else confidence >= tau
     passed[:, 0] = True
     return passed.long().cumprod(-1).sum(-1)
 
 
-def guess(logits: Tensor, requests: list[Request | None], options: Options) -> tuple[Tensor, Tensor]:
-    """Guessed tokens (R, C) and how many of each row to accept (R,), from logits (R, C, V).
+def guess(
+    logits: Tensor, requests: list[Request | None], options: Options
+) -> tuple[Tensor, Tensor]:
+    """Guessed tokens (R, C), and how many of each row to accept (R,), from logits (R, C, V).
 
-    At temperature T a guess is drawn from p^(1/T) of its own position; its confidence is its probability
-    at T = 1, as in the paper's code. Drawn so, several tokens per forward are NOT a sample of the AR
-    distribution, since each is blind to the others; at tau = 1 they are.
+    At temperature T a guess is drawn from p^(1/T) of its own position; its confidence is taken at
+    T = 1, as in the paper's code. Every draw is blind to the ones beside it, so below tau = 1 the
+    text is NOT a sample of the autoregressive distribution.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # 0.9989 is 1.0 in bfloat16
-    probs = logits.softmax(-1)
-    guesses = logits.argmax(-1)
+    # In bfloat16 a probability of 0.9989 would round to 1.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    probs, guesses = logits.softmax(-1), logits.argmax(-1)
     if options.temperature > 0:  # argmax(p / Exp(1)) is a draw from p
         noise = torch.ones_like(probs)
         for row, request in zip(noise, requests):
-            if request:  # its own generator: what a row draws does not depend on its neighbours
+            if request:  # its own generator: no draw depends on a neighbour
                 row[: request.candidates].exponential_(generator=request.generator)
         guesses = ((logits / options.temperature).softmax(-1) / noise).argmax(-1)
-    tau = torch.tensor([r.tau if r else 0.0 for r in requests], device=logits.device, dtype=probs.dtype)
-    one_token = torch.tensor([not r or r.one_token for r in requests], device=logits.device)
-    counts = accepted_lengths(confidences(probs, guesses, options.metric), tau, options.metric)
+    tau = torch.tensor(
+        [r.tau if r else 0 for r in requests], device=probs.device, dtype=probs.dtype
+    )
+    one_token = torch.tensor([not r or r.one_token for r in requests], device=probs.device)
+    confidence = confidences(probs, guesses, options.metric)
+    counts = accepted_lengths(confidence, tau, options.metric)
     return guesses, counts.masked_fill(one_token, 1)
 
 
-# --------------------------------------------------------------------------------------- the decoding loop
+# ------------------------------------------------------------------------------- the decoding loop
 
 
 def cached_mask(slots: Tensor, span: int, pos: Tensor, start: Tensor) -> Tensor:
-    """Mask (R, 1, T, span) of T new positions (R, T) at `slots` (R, T), against all slots of the cache.
+    """Mask (R, 1, T, span): T new positions (R, T), written to `slots` (R, T), against the cache.
 
-    A committed key is clean and its position is its slot. What lies behind a row's length is left over
-    from earlier forwards and hidden, except for the new positions themselves.
+    A committed key is clean, and its position is its slot. What else lies behind a row's length is
+    left from earlier forwards, and hidden.
     """
     k_pos = torch.arange(span, device=pos.device).repeat(len(pos), 1)
     k_start, k_doc = k_pos + 1, (k_pos >= slots[:, :1]).long()
     k_pos.scatter_(1, slots, pos)
     k_start.scatter_(1, slots, start)
     k_doc.scatter_(1, slots, 0)
-    q_pos, q_start = pos[:, None, :, None], start[:, None, :, None]
-    return visible(q_pos, q_start, 0, k_pos[:, None, None], k_start[:, None, None], k_doc[:, None, None])
+    queries = (pos[:, None, :, None], start[:, None, :, None], 0)
+    return visible(*queries, *(key[:, None, None, :] for key in (k_pos, k_start, k_doc)))
 
 
-def forward(model: Qwen2, cache: KVCache, feeds: list[list[int]], width: int, rows: slice, C: int) -> Tensor:
-    """Logits (R, C, V) of each row's last real token and of C - 1 masks behind it.
+def forward(
+    model: Qwen2, cache: KVCache, feeds: list[list[int]], width: int, rows: slice, C: int
+) -> Tensor:
+    """Logits (R, C, V) at the last real token of each row's feed and at C - 1 masks behind it.
 
-    feeds: the real tokens of each row that the cache does not have yet; masks fill them up to `width`.
+    feeds: the real tokens that the cache does not have yet; masks fill each up to `width`.
     """
     device, mask_id = model.device, model.config.mask_token_id
-    tokens = torch.tensor([feed + [mask_id] * (width - len(feed)) for feed in feeds], device=device)
-    real = torch.tensor([len(feed) for feed in feeds], device=device)[:, None]
-    slots = cache.reserve(width, rows)  # in this policy a position is its slot
+    tokens = torch.tensor([f + [mask_id] * (width - len(f)) for f in feeds], device=device)
+    real = torch.tensor([len(f) for f in feeds], device=device)[:, None]
+    slots = cache.reserve(width, rows)  # and with a cursor per row, a position is its slot
     is_mask = torch.arange(width, device=device) >= real
     start = torch.where(is_mask, slots[:, :1] + real, slots + 1)
     hidden = model(tokens, slots, cached_mask(slots, cache.span, slots, start), cache)
+    cache.commit([len(f) for f in feeds])  # the masks stay behind, as scratch
     at = (real - 1).clamp(min=0) + torch.arange(C, device=device)
     hidden = hidden.gather(1, at[..., None].expand(-1, -1, hidden.size(-1)))
-    cache.commit([len(feed) for feed in feeds])  # masks stay behind the length, as scratch
     return model.logits(hidden.flatten(0, 1)).unflatten(0, (len(feeds), C))
 
 
@@ -196,22 +219,26 @@ def forward(model: Qwen2, cache: KVCache, feeds: list[list[int]], width: int, ro
 def stream(
     model: Qwen2, prompts: list[list[int]], options: Options, rows: int = 8
 ) -> Iterator[tuple[Request, list[int]]]:
-    """Decode all prompts, `rows` at a time; yields a request and its new tokens after each of its forwards."""
-    check(model, options)
-    requests = [Request(i, prompt, model, options) for i, prompt in enumerate(prompts)]
-    waiting = deque(requests)
-    C = max((request.candidates for request in requests), default=1)
-    width = 2 * C - 1  # C accepted tokens at most, C - 1 masks at least
-    capacity = max((len(prompt) for prompt in prompts), default=0) + options.max_new + width
-    live: list[Request | None] = [None] * min(rows, len(prompts))
-    cache = KVCache(model.config, len(live), capacity, model.device, model.model.norm.weight.dtype)
+    """Decode prompts, `rows` at a time; yields each request with its new tokens, as they come."""
+    if rows < 1:
+        raise UserError(f"rows {rows}: must be at least 1")
+    requests = prepare(model, prompts, options)
+    if not requests:
+        return
+    waiting, live = deque(requests), [None] * min(rows, len(requests))
+    C = max(request.candidates for request in requests)
+    width = 2 * C - 1  # room for C accepted tokens, and C - 1 masks behind them
+    capacity = max(map(len, prompts)) + options.max_new + width
+    dtype = model.model.norm.weight.dtype
+    cache = KVCache(model.config, len(live), capacity, model.device, dtype)
 
-    def advance(batch: list[Request | None], width: int, at: slice) -> Iterator[tuple[Request, list[int]]]:
+    def advance(batch: list[Request | None], width: int, rows: slice):
         feeds = [request.last if request else [] for request in batch]
-        logits = forward(model, cache, feeds, width, at, C)
-        guesses, counts = guess(logits, batch, options)
-        decided = torch.cat([guesses, counts[:, None]], dim=1).tolist()  # the only wait for the device
-        for request, (*tokens, count) in zip(batch, decided):
+        guesses, counts = guess(forward(model, cache, feeds, width, rows, C), batch, options)
+        # The one place where the host waits for the device.
+        for request, (*tokens, count) in zip(
+            batch, torch.cat([guesses, counts[:, None]], 1).tolist()
+        ):
             if request:
                 yield request, request.take(tokens, count, width)
 
@@ -224,48 +251,38 @@ def stream(
                 live[r] = None if live[r].done else live[r]
         if any(live):
             yield from advance(live, width, slice(None))
-        live = [None if not request or request.done else request for request in live]
+        live = [None if request and request.done else request for request in live]
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows: int = 8, **options) -> list[Result]:
-    """Decode prompts (token ids), `rows` at a time, with the fields of `Options`; a Result for each."""
-    results = {i: Result() for i in range(len(prompts))}
+    """Decode prompts (token ids), `rows` at a time; the options are the fields of `Options`."""
+    results = [Result()] * len(prompts)
     for request, _ in stream(model, prompts, Options(**options), rows):
         results[request.index] = request.result
-    return list(results.values())
+    return results
 
 
 @torch.inference_mode()
-def naive(model: Qwen2, prompt: list[int], index: int = 0, **options) -> Result:
-    """The reference: one row, no cache, plain causal attention over the whole sequence, every time."""
+def naive(model: Qwen2, prompt: list[int], **options) -> Result:
+    """The reference: one row, no cache, plain causal attention over the whole text each time."""
     options = Options(**options)
-    check(model, options)
-    request = Request(index, prompt, model, options)
+    [request] = prepare(model, [prompt], options)
     while not request.done:
         real = prompt + request.result.tokens
-        feed = torch.tensor([real + [model.config.mask_token_id] * (request.candidates - 1)])
-        feed = feed.to(model.device)
+        masks = [model.config.mask_token_id] * (request.candidates - 1)
+        feed = torch.tensor([real + masks], device=model.device)
         hidden = model(feed, torch.arange(feed.size(1), device=model.device)[None], None)
-        logits = model.logits(hidden[0, len(real) - 1 :])[None]
-        guesses, counts = guess(logits, [request], options)
+        logits = model.logits(hidden[0, len(real) - 1 :])
+        guesses, counts = guess(logits[None], [request], options)
         request.take(guesses[0].tolist(), counts.item(), feed.size(1))
     return request.result
 
 
-def check(model: Qwen2, options: Options) -> None:
-    """Raise UserError for options that no prompt could run with."""
-    for name, least in (("block", 1), ("max_new", 1), ("temperature", 0)):
-        if not getattr(options, name) >= least:
-            raise UserError(f"{name} {getattr(options, name)}: must be at least {least}")
-    if model.config.mask_token_id is None:
-        raise UserError("the model has no mask token: set config.mask_token_id, or use model.load")
-
-
-# ------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------ command line
 
 
 class TextStream:
-    """Turns tokens into text as they come, in whole characters: an emoji may take several tokens."""
+    """Tokens to text as they come, whole characters only: an emoji may take several tokens."""
 
     def __init__(self, chat: Chat):
         self.chat, self.tokens, self.shown = chat, [], 0
@@ -273,28 +290,35 @@ class TextStream:
     def add(self, tokens: list[int]) -> str:
         """The text that is certain now and was not before."""
         self.tokens += tokens
-        text = self.chat.decode(self.tokens).rstrip("\ufffd")  # what a cut character decodes to
+        text = self.chat.decode(self.tokens).rstrip("\ufffd")  # half a character decodes to that
         new, self.shown = text[self.shown :], max(self.shown, len(text))
         return new
 
 
+def statistics(result: Result, seconds: float) -> str:
+    tokens, per_forward = len(result.tokens), f"{result.tokens_per_forward:.2f} tokens per forward"
+    return f"{tokens} tokens in {result.forwards} forwards: {per_forward}, {tokens / seconds:.0f} tok/s"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Answer a prompt several tokens per forward (MARS).",
+        description="Answer a prompt, several tokens per forward (MARS).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    # fmt: off
     add("--prompt", required=True, help="what the user says")
-    add("--system", help="a system message before it; None leaves it to the chat template")
-    add("--model", help="directory or hub id; None is the bundled toy/mars")
-    add("--tau", type=float, default=0.95, help="accept a token while its confidence passes; 1 is plain AR")
-    add("--metric", choices=METRICS, default="probability", help="of confidence; entropy: plain AR is 0")
-    add("--block", type=int, help="masks per forward; None is what the checkpoint was trained with, else 4")
+    add("--system", help="a system message before it; None: as the chat template has it")
+    add("--model", help="directory or hub id; None: the bundled toy/mars")
+    add("--tau", type=float, default=0.95, help="accept while the confidence passes; 1 is plain AR")
+    add("--metric", choices=METRICS, default="probability", help="confidence; plain AR is entropy 0")
+    add("--block", type=int, help="masks per forward; None: what the checkpoint learnt, else 4")
     add("--max-new", type=int, default=256, help="most tokens to generate")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--seed", type=int, default=0, help="of the sampling")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--dtype", choices=("float32", "bfloat16"), help="None is bfloat16 on cuda, else float32")
+    add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
+    # fmt: on
     return parser.parse_args()
 
 
@@ -303,34 +327,24 @@ def main() -> None:
     plain = plain_ar(args.tau, args.metric)
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
-    device = pick_device(args.device)
+    device, dtype = place(args.device, args.dtype)
     if not args.model:
-        print("model: toy/mars, bundled; it solves small word problems (--model takes yours)", file=sys.stderr)
-    model, chat = load(args.model or str(TOY), device, pick_dtype(args.dtype, device))
-    block = args.block if args.block is not None else model.config.block_size or 4
-    options = Options(args.tau, args.metric, block, args.max_new, args.temperature, args.seed)
+        print("toy/mars, the bundled model: word problems only (see --model)", file=sys.stderr)
+    model, chat = load(args.model or str(TOY), device, dtype)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     prompt = chat.encode(chat.prompt([*messages, {"role": "user", "content": args.prompt}]))
+    options = Options(args.tau, args.metric, args.block, args.max_new, args.temperature, args.seed)
 
-    text, began = TextStream(chat), time.perf_counter()
-    request = None
+    text, result, began = TextStream(chat), None, time.perf_counter()
     try:
         for request, tokens in stream(model, [prompt], options):
+            result = request.result
             print(text.add(tokens), end="", flush=True)
-    finally:  # after Ctrl-C too: the text so far stays, and its statistics
-        print()
-        if request:
-            print(statistics(request.result, time.perf_counter() - began))
-    if not plain and request.result.forwards >= 8 and request.result.tokens_per_forward == 1:
-        print("this checkpoint accepts 1.0 tokens per forward; train it or use --tau 1", file=sys.stderr)
-
-
-def statistics(result: Result, seconds: float) -> str:
-    tokens, forwards = len(result.tokens), result.forwards
-    return (
-        f"{tokens} tokens in {forwards} forwards: {result.tokens_per_forward:.2f} tokens per forward, "
-        f"{tokens / seconds:.0f} tok/s"
-    )
+    finally:  # also after Ctrl-C: the text so far stays, with its statistics
+        if result:
+            print("\n" + statistics(result, time.perf_counter() - began))
+    if not plain and result.forwards >= 8 and result.tokens_per_forward == 1:
+        print("this model accepts 1.0 tokens per forward; train it or use --tau 1", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The one key-value cache: preallocated, a length per row, and nothing is ever copied or moved.
 
-A forward writes the keys and values of T new positions behind each row's own committed length. What is
-not committed afterwards (masks, rejected guesses) is scratch, which the next forward overwrites: rejecting
-tokens costs nothing. Rewinding a row is arithmetic too: set its length.
+A forward writes the keys and values of T new positions behind each row's own committed length. What
+is not committed afterwards (masks, rejected guesses) is scratch, which the next forward overwrites:
+rejecting tokens costs nothing, and rewinding a row is setting its length.
 
-    slot      0 1 2 3 4 5 6 7 8 9
-    row 0     p p p p a a M M M M      length 4: 2 accepted tokens and 4 masks are written behind it,
-    row 1     p p p p p p p a M M ..   length 7; then `commit([2, 1])` makes the lengths 6 and 8
+    slot     0 1 2 3 4 5 6 7 8 9 ...
+    row 0    p p p p a a M M M           length 4, five positions written behind it
+    row 1    p p p p p p a M M M M       length 6, likewise; commit([2, 1]) makes them 6 and 7
 """
 
 import torch
@@ -17,27 +17,28 @@ from model import Config, UserError
 
 class KVCache:
     def __init__(self, config: Config, rows: int, capacity: int, device, dtype):
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, capacity, config.head_dim)
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        shape = (layers, rows, heads, capacity, config.head_dim)
         try:  # zeros, not empty: a masked NaN would still be a NaN
             self.k = torch.zeros(shape, device=device, dtype=dtype)
             self.v = torch.zeros(shape, device=device, dtype=dtype)
         except RuntimeError:
             size = 2 * torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise UserError(
-                f"the cache of {rows} rows x {capacity} positions needs {size:.1f} GiB, more than there is;"
-                " use fewer rows or a smaller max_new"
+                f"a cache of {rows} rows x {capacity} positions needs {size:.1f} GiB, more than "
+                "there is: use fewer rows or a smaller max_new"
             ) from None
-        self.lengths = [0] * rows  # committed positions; on the host, where the decoder counts anyway
+        self.lengths = [0] * rows  # committed positions, on the host: no wait for the device
 
     def reserve(self, width: int, rows: slice = slice(None)) -> Tensor:
-        """Open `width` new positions behind the lengths of these rows, and return their slots (R, width).
+        """Open `width` positions behind the length of each of these rows; their slots (R, width).
 
-        Until the next call, `write` and `commit` are about these rows. Raises UserError if the capacity
-        does not suffice, before anything is written.
+        `write` and `commit` are about these rows until the next call. Raises ValueError when the
+        capacity does not suffice, before anything is written.
         """
         capacity, longest = self.k.size(3), max(self.lengths[rows])
         if longest + width > capacity:
-            raise UserError(f"cache of {capacity} positions is full: {longest} taken, {width} to come")
+            raise ValueError(f"{longest} + {width} positions exceed the capacity of {capacity}")
         self.rows = rows
         self.span = min(capacity, -(-(longest + width) // 64) * 64)  # few distinct shapes
         lengths = torch.tensor(self.lengths[rows], device=self.k.device)
@@ -45,7 +46,7 @@ class KVCache:
         return self.slots
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put k, v (R, kv_heads, width, head_dim) into the reserved slots; return views of all `span`."""
+        """Put k, v (R, kv_heads, width, head_dim) into the reserved slots; views of the span."""
         slots = self.slots[:, None, :, None].expand_as(k)
         kept_k, kept_v = self.k[layer, self.rows], self.v[layer, self.rows]
         kept_k.scatter_(2, slots, k)
@@ -53,7 +54,7 @@ class KVCache:
         return kept_k[:, :, : self.span], kept_v[:, :, : self.span]
 
     def commit(self, counts: list[int]) -> None:
-        """Keep the first counts[i] of the positions just written to the i-th of the reserved rows."""
+        """Keep the first counts[i] positions just written to the i-th of the reserved rows."""
         for row, count in zip(range(len(self.lengths))[self.rows], counts, strict=True):
             self.lengths[row] += count
 

@@ -1,19 +1,18 @@
 """Train a Qwen2.5 to predict several tokens per forward: MARS (arXiv 2604.07023, section 3).
 
-    python train.py --data dolci.jsonl                              # stage 2, on Qwen2.5-0.5B-Instruct
-    python train.py --objective sft --data dolci.jsonl --out sft    # stage 1
+    python train.py --objective sft --data dolci.jsonl --out sft    # stage 1: ordinary fine-tuning
+    python train.py --model sft --data dolci.jsonl                  # stage 2: the same, with masks
 
-Two streams share one causal forward. The clean stream is the ordinary sequence; the noisy stream repeats
-the response with every token replaced by `<|mask|>`, and sees only what a decoder will see: the clean
-tokens before its block, and the masks of its block so far. Logits stay right-shifted in both.
+Two streams share one causal forward. The clean stream is the ordinary sequence. The noisy stream
+repeats the response with every token replaced by `<|mask|>`, and sees what a decoder will see: the
+clean tokens before its block, and the masks of its block so far. Logits stay right-shifted in both.
 
 What is unusual here:
-  * the noisy stream holds response positions only, [clean ; masks], which gives the paper's loss for less
-    work: its prompt positions would be copies of the clean ones;
-  * the block grid gets a random phase per example and epoch, so that every token is learnt at every
+  * the noisy stream holds response positions only, [clean ; masks]: the paper's loss for less work,
+    since its prompt positions would be copies of the clean ones;
+  * the block grid has a random phase per example and epoch, so that every token is learnt at every
     look-ahead (`--block-phase fixed` is the paper's grid);
-  * every target carries its weight in the global step, so that how a step is cut into micro-batches
-    changes nothing;
+  * every target carries its weight in the whole step: cutting it into parts changes nothing;
   * shuffle and phases are functions of (seed, epoch, row): there is no random state to save.
 """
 
@@ -21,7 +20,6 @@ import argparse
 import json
 import math
 import random
-import resource
 import sys
 import time
 from array import array
@@ -44,19 +42,23 @@ from model import (
     initialize,
     load,
     locate,
-    pick_device,
-    pick_dtype,
+    place,
     read_config,
     run,
     save,
     visible,
 )
 
-# ----------------------------------------------------------------------------------------------- data
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None
+
+# --------------------------------------------------------------------------------------------- data
 
 
 class Rows:
-    """A JSONL file by byte offset: flat memory, whatever its size. A line that is not JSON is an error."""
+    """A JSONL file by byte offset: flat memory, whatever its size. Non-JSON raises UserError."""
 
     def __init__(self, path: Path):
         self.path, self.offsets, offset = path, array("Q"), 0
@@ -78,7 +80,7 @@ class Rows:
         except ValueError as error:
             raise UserError(f"{self.path}:{number}: not JSON ({error})") from None
         if not isinstance(row, dict):
-            raise UserError(f"{self.path}:{number}: expected a JSON object, found {str(row)[:40]!r}")
+            raise UserError(f"{self.path}:{number}: not a JSON object but {str(row)[:40]}")
         return row
 
     def __len__(self) -> int:
@@ -105,7 +107,7 @@ class Example:
 
 
 def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
-    """The last assistant turn of a row as the response, all before it as the prompt (the paper's way)."""
+    """The last assistant turn is the response, all before it the prompt (as in the paper)."""
     messages = row.get("messages")
     if messages is None and isinstance(row.get("prompt"), str):
         pairs = {"user": row["prompt"], "assistant": row.get("response")}
@@ -126,8 +128,8 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
         raise Unusable("refused by the chat template") from None
     if len(prompt) >= max_length:
         raise Unusable("prompt longer than --max-length")
-    # A response that is cut loses its end-of-turn target with its tail.
-    return Example((prompt + chat.encode(messages[-1]["content"]) + [eos])[:max_length], len(prompt))
+    tokens = prompt + chat.encode(messages[-1]["content"]) + [eos]
+    return Example(tokens[:max_length], len(prompt))  # a cut response loses its end-of-turn target
 
 
 def shuffled(count: int, *key: object) -> list[int]:
@@ -137,16 +139,16 @@ def shuffled(count: int, *key: object) -> list[int]:
 
 
 class Dataset:
-    """Examples of a JSONL file: a held-out slice, and an endless shuffled stream of all the others."""
+    """Examples of a JSONL file: a held-out slice, and an endless shuffled stream of the others."""
 
     def __init__(self, rows: Rows, chat: Chat, eos: int, phases: int, args: argparse.Namespace):
         self.rows, self.chat, self.eos, self.phases = rows, chat, eos, phases
         self.max_length, self.seed = args.max_length, args.seed
         order = shuffled(len(rows), self.seed)
         held_out = min(args.held_out, len(rows) // 10)
-        self.held_out, self.training = order[:held_out], order[held_out:]
-        self.consumed = 0  # rows taken from the stream, the skipped ones too
+        self.training, self.consumed = order[held_out:], 0  # the skipped rows are consumed too
         self.skipped = Counter()
+        self.held_out = [e for i in order[:held_out] if (e := self.example(i, -1))]
 
     def example(self, index: int, epoch: int) -> Example | None:
         try:
@@ -170,7 +172,7 @@ class Dataset:
                 raise UserError(f"{self.rows.path}: no usable row: {dict(self.skipped)}")
 
 
-# ----------------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------------------- loss
 
 
 class Batch(NamedTuple):
@@ -185,15 +187,15 @@ class Batch(NamedTuple):
     clean: Tensor  # and in the clean loss
 
 
-PADDING = Batch(tokens=0, pos=0, start=1, doc=1, target=0, noisy=0.0, clean=0.0)  # a document of its own
+PADDING = Batch(tokens=0, pos=0, start=1, doc=1, target=0, noisy=0.0, clean=0.0)  # its own document
 
 
 def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float) -> Batch:
     """One example as [clean ; masks]; without a block size, as the clean stream alone.
 
-    Clean position p predicts token p + 1, and so does the mask at p; the last token predicts nothing and
-    is in neither stream. The first response token is predicted by the last prompt token, which is never
-    masked: its cross-entropy counts in both sums, as in the paper's code.
+    Clean position p predicts token p + 1, and so does the mask at p. The last token predicts
+    nothing and is in neither stream. The first response token is predicted by the last of the prompt,
+    which is never masked: its cross-entropy counts in both sums, as in the paper's code.
     """
     x, prompt = torch.tensor(example.tokens), example.prompt
     pos = torch.arange(len(x) - 1)
@@ -202,16 +204,17 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
     if not block_size:
         return stream._replace(noisy=0 * clean)
     pos = pos[prompt:]
-    grid = (pos + example.phase) // block_size * block_size - example.phase
-    start = grid.clamp(min=prompt)  # "blocks strictly before" would blind the block that the prompt ends in
-    masks = Batch(
-        torch.full_like(pos, mask_id), pos, start, 0 * pos, x[prompt + 1 :], weight + 0.0 * pos, 0.0 * pos
-    )
+    start = (pos + example.phase) // block_size * block_size - example.phase
+    start = start.clamp(
+        min=prompt
+    )  # without this the block that the prompt ends in could not see it
+    doc, noisy = torch.zeros_like(pos), torch.full(pos.shape, weight)
+    masks = Batch(doc + mask_id, pos, start, doc, x[prompt + 1 :], noisy, 0 * noisy)
     return Batch(*map(torch.cat, zip(stream, masks)))
 
 
 def collate(layouts: list[Batch], device) -> Batch:
-    """Pad to a multiple of 32: few distinct shapes, without which bf16 on a CPU is several times slower."""
+    """Pad to a multiple of 32: with ever-new shapes bf16 on a CPU is several times slower."""
     length = -(-max(len(layout.tokens) for layout in layouts) // 32) * 32
 
     def pad(fields: tuple[Tensor, ...], value: float) -> Tensor:
@@ -221,10 +224,10 @@ def collate(layouts: list[Batch], device) -> Batch:
 
 
 def target_weights(examples: list[Example], normalization: str) -> list[float]:
-    """Weight of each target of each example, over the WHOLE step, however it is cut into micro-batches.
+    """Weight of each example's targets in the WHOLE step, however it is cut into micro-batches.
 
-    sequence: the mean over an example's targets, then over the examples (the paper); token: the mean over
-    all targets.
+    sequence: the mean over an example's targets, then over examples (the paper's); token: the mean
+    over all targets.
     """
     if normalization == "token":
         return [1 / sum(e.targets for e in examples)] * len(examples)
@@ -239,7 +242,7 @@ def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
 
 
 def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(noisy, clean): the two weighted sums of cross-entropies of section 3.3. Their sum is the loss."""
+    """(noisy, clean): the weighted sums of cross-entropies that make the loss of section 3.3."""
     at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
     logits = model.logits(hidden_states(model, batch)[at]).float()
     cross_entropy = F.cross_entropy(logits, batch.target[at], reduction="none")
@@ -247,24 +250,26 @@ def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def look_ahead(model: Qwen2, examples: list[Example], block_size: int, device) -> list[float]:
+def look_ahead(model: Qwen2, examples: list[Example], block_size: int | None) -> list[float]:
     """Share of tokens guessed right 1, 2, ... B + 1 tokens ahead of the last real one.
 
-    Look-ahead 1 is the clean stream, 2 .. B + 1 are the masks of a window. With g_k these numbers, a
-    forward yields up to about 1 + g_2 + g_2 g_3 + ... tokens.
+    Look-ahead 1 is the clean stream, the others are the masks of a window. With g_k these shares, a
+    forward would yield some 1 + g_2 + g_2 g_3 + ... tokens if every right guess were accepted.
     """
-    right, count = torch.zeros(2, block_size + 2).double()
+    bins = (block_size or 0) + 2
+    right, count = torch.zeros(2, bins).double()
+    mask_id = model.config.mask_token_id
     for example in examples:
-        batch = collate([lay_out(example, block_size, model.config.mask_token_id, 1.0)], device)
+        batch = collate([lay_out(example, block_size, mask_id, 1.0)], model.device)
         ahead = torch.where(batch.start > batch.pos, 1, batch.pos - batch.start + 2)
         at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
         hit = model.logits(hidden_states(model, batch)[at]).argmax(-1) == batch.target[at]
-        right += torch.bincount(ahead[at], hit, minlength=block_size + 2).cpu()
-        count += torch.bincount(ahead[at], minlength=block_size + 2).cpu()
-    return [round(r / max(c, 1), 4) for r, c in zip(right.tolist()[1:], count.tolist()[1:])]
+        right += torch.bincount(ahead[at], hit, minlength=bins).cpu()
+        count += torch.bincount(ahead[at], minlength=bins).cpu()
+    return (right / count.clamp(min=1))[1:].tolist()
 
 
-# --------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 
 def learning_rate(peak: float, progress: float, warmup: float) -> float:
@@ -275,82 +280,89 @@ def learning_rate(peak: float, progress: float, warmup: float) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB: of the GPU where there is one, else of this process."""
+    """GiB: of the GPU where there is one, else of this process (0 where that is not known)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    if resource is None:
+        return 0.0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def train(model: Qwen2, chat: Chat, data: Dataset, args: argparse.Namespace) -> None:
-    device, block_size = model.device, model.config.block_size if args.objective == "mars" else None
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=pick_dtype(args.dtype, device) == torch.bfloat16)
-    total = args.epochs * len(data.training)
-    if args.steps:
-        total = min(total, args.steps * args.batch)
-    held_out = [data.example(i, -1) for i in data.held_out]
-    held_out = [example for example in held_out if example]
-    data.skipped.clear()
-    stream = data.stream()
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = open(args.out / "log.jsonl", "a", encoding="utf-8")
-    bar = tqdm(total=total, unit="ex", desc=args.objective)
+class Trainer:
+    """One run: the model, its data, the optimizer, and log.jsonl with a line per step."""
 
-    def checkpoint(record: dict) -> None:
-        save(model, chat, args.out)
-        if held_out:
-            with autocast:
-                record["look_ahead"] = look_ahead(model, held_out, model.config.block_size or 1, device)
-            tqdm.write(f"step {step}: right by look-ahead: {record['look_ahead']}  -> {args.out}")
+    def __init__(self, model: Qwen2, chat: Chat, data: Dataset, dtype, args: argparse.Namespace):
+        self.model, self.chat, self.data, self.args = model, chat, data, args
+        self.block_size = model.config.block_size if args.objective == "mars" else None
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        autocast = dtype == torch.bfloat16  # of the arithmetic; the weights stay float32
+        self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=autocast)
+        self.total = args.epochs * len(data.training)  # rows
+        if args.steps:
+            self.total = min(self.total, args.steps * args.batch)
 
-    step = 0
-    while data.consumed < total:
-        began = time.perf_counter()
-        rate = learning_rate(args.lr, (data.consumed + args.batch) / total, args.warmup)
-        examples = sorted((next(stream) for _ in range(args.batch)), key=lambda e: len(e.tokens))
+    def step(self, examples: list[Example]) -> dict[str, float]:
+        """One update from the examples of a global step; returns what it measured."""
+        args, model = self.args, self.model
+        examples = sorted(examples, key=lambda e: len(e.tokens))  # alike lengths, little padding
         weights = target_weights(examples, args.normalization)
-        layouts = [
-            lay_out(e, block_size, model.config.mask_token_id, w) for e, w in zip(examples, weights)
-        ]
-        sums = torch.zeros(2, device=device)
-        for i in range(0, len(layouts), args.micro_batch):
-            batch = collate(layouts[i : i + args.micro_batch], device)
-            with autocast:
+        mask_id, sums = model.config.mask_token_id, torch.zeros(2, device=model.device)
+        for i in range(0, len(examples), args.micro_batch):
+            part = zip(examples[i : i + args.micro_batch], weights[i:])
+            layouts = [lay_out(example, self.block_size, mask_id, w) for example, w in part]
+            batch = collate(layouts, model.device)
+            with self.autocast:
                 noisy, clean = losses(model, batch)
-            loss = noisy + args.ar_weight * clean if block_size else clean
-            loss.backward()
+            (noisy + args.ar_weight * clean if self.block_size else clean).backward()
             sums += torch.stack([noisy, clean]).detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        for group in optimizer.param_groups:
+        rate = learning_rate(args.lr, self.data.consumed / self.total, args.warmup)
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        noisy, clean = sums.tolist()
+        record = {"noisy": round(noisy, 5)} if self.block_size else {}
+        return {**record, "clean": round(clean, 5), "lr": rate, "grad_norm": round(norm.item(), 4)}
 
-        noisy, clean = sums.tolist()  # waits for the device, so the clock below is honest
-        seconds = time.perf_counter() - began
-        record = {
-            "step": step,
-            "noisy": round(noisy, 5) if block_size else None,
-            "clean": round(clean, 5),
-            "lr": rate,
-            "tokens_per_s": round(sum(len(e.tokens) for e in examples) / seconds),
-            "grad_norm": round(norm.item(), 4),
-            "memory_gib": round(peak_memory(device), 2),
-        }
-        if step % args.save_every == 0 or data.consumed >= total:
-            checkpoint(record)
-        log.write(json.dumps(record) + "\n")
-        log.flush()
-        bar.set_postfix(noisy=record["noisy"], clean=record["clean"], tok_s=record["tokens_per_s"])
-        bar.update(min(data.consumed, total) - bar.n)
-    bar.close()
-    if data.skipped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in data.skipped.most_common())
-        print(f"skipped {sum(data.skipped.values())} rows: {reasons}")
+    def checkpoint(self) -> dict[str, list[float]]:
+        """Save, and measure the held-out examples."""
+        save(self.model, self.chat, self.args.out)
+        if not self.data.held_out:
+            return {}
+        with self.autocast:
+            right = look_ahead(self.model, self.data.held_out, self.block_size)
+        return {"look_ahead": [round(share, 4) for share in right]}
+
+    def run(self) -> None:
+        args, data, stream = self.args, self.data, self.data.stream()
+        with (
+            open(args.out / "log.jsonl", "w", encoding="utf-8") as log,
+            tqdm(total=self.total, unit=" rows", desc=args.objective) as bar,
+        ):
+            step = 0
+            while data.consumed < self.total:
+                step, began = step + 1, time.perf_counter()
+                examples = [next(stream) for _ in range(args.batch)]
+                record = {"step": step, **self.step(examples)}
+                seconds = time.perf_counter() - began
+                record["tokens_per_s"] = round(sum(len(e.tokens) for e in examples) / seconds)
+                record["memory_gib"] = round(peak_memory(self.model.device), 2)
+                if step % args.save_every == 0 or data.consumed >= self.total:
+                    record |= self.checkpoint()
+                    if "look_ahead" in record:
+                        tqdm.write(f"step {step}: right by look-ahead: {record['look_ahead']}")
+                log.write(json.dumps(record) + "\n")
+                log.flush()
+                bar.set_postfix({k: v for k, v in record.items() if k in ("noisy", "clean")})
+                bar.update(min(data.consumed, self.total) - bar.n)
+        if data.skipped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in data.skipped.most_common())
+            print(f"skipped {sum(data.skipped.values())} rows: {reasons}")
+        print(f"{args.out}: model after {step} steps, and log.jsonl")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -359,38 +371,44 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, help='JSONL: {"messages": [...]} or {"prompt", "response"}')
+    # fmt: off
+    add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="directory or hub id to start from")
-    add("--from-scratch", action="store_true", help="random weights: of --model only config and tokenizer")
-    add("--out", type=Path, default=Path("out"), help="directory of the checkpoint and log.jsonl")
+    add("--from-scratch", action="store_true", help="use only its config and tokenizer")
+    add("--out", type=Path, default=Path("out"), help="directory of checkpoint and log.jsonl")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
-    add("--block", type=int, default=4, help="B, the number of masks per window")
-    add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's grid")
+    add("--block", type=int, default=4, help="B, the number of masks in a window")
+    add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
     add("--ar-weight", type=float, default=1.0, help="weight of the clean loss")
-    add("--normalization", choices=("sequence", "token"), default="sequence", help="see target_weights")
+    add("--normalization", choices=("sequence", "token"), default="sequence", help="of the loss")
     add("--epochs", type=int, default=5, help="passes over the data")
-    add("--steps", type=int, help="stop (and end the cosine) after so many steps, if that is sooner")
+    add("--steps", type=int, help="end after so many steps, if that is sooner")
     add("--batch", type=int, default=384, help="examples per step")
-    add("--micro-batch", type=int, default=16, help="examples per forward; memory, not the result")
+    add("--micro-batch", type=int, default=16, help="examples per forward; changes only the memory")
     add("--lr", type=float, default=5e-6, help="peak learning rate")
     add("--warmup", type=float, default=0.03, help="share of the run in which the rate rises")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--max-length", type=int, default=512, help="tokens per example; responses are cut there")
-    add("--held-out", type=int, default=64, help="rows kept for the look-ahead accuracy (10 %% at most)")
+    add("--held-out", type=int, default=64, help="rows to measure on (at most a tenth of all)")
     add("--save-every", type=int, default=500, help="steps between checkpoints")
     add("--seed", type=int, default=0, help="of shuffling, block phases and fresh weights")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the arithmetic; None is bfloat16 on cuda")
+    add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
+    # fmt: on
     args = parser.parse_args()
-    for name in ("block", "epochs", "batch", "micro_batch", "max_length", "save_every"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    for name in ("block", "epochs", "steps", "batch", "micro_batch", "max_length", "save_every"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name, low, high in (("lr", 0, math.inf), ("warmup", 0, 1), ("clip", 0, math.inf)):
+        if not low <= getattr(args, name) < high:
+            raise UserError(f"--{name} {getattr(args, name)}: must be at least {low}, below {high}")
     return args
 
 
 def main() -> None:
     args = parse_arguments()
-    device = pick_device(args.device)
+    device, dtype = place(args.device, args.dtype)
     rows = Rows(args.data)
     if args.from_scratch:
         directory = locate(args.model)
@@ -401,11 +419,11 @@ def main() -> None:
         model, chat = load(args.model, device, torch.float32)
     if args.objective == "mars":
         model.config.block_size = args.block
-    count = sum(p.numel() for p in model.parameters())
-    print(f"{args.model}: {count / 1e6:.1f} M parameters on {device}; {args.data}: {len(rows)} rows")
     phases = args.block if args.block_phase == "random" else 1
     data = Dataset(rows, chat, model.config.eos_token_id[0], phases, args)
-    train(model, chat, data, args)
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{args.model}: {size:.1f} M parameters on {device}; {args.data}: {len(rows)} rows")
+    Trainer(model, chat, data, dtype, args).run()
 
 
 if __name__ == "__main__":

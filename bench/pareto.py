@@ -6,7 +6,6 @@ The data is JSONL with `prompt` and `answer`; an output is right if its last num
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from decode import METRICS, Result, generate
-from model import UserError, load, pick_device, pick_dtype, run
+from model import UserError, load, place, run
 from train import Rows
 
 
@@ -29,38 +28,40 @@ def tokens_per_forward(results: list[Result]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Accuracy against tokens per forward, over tau.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    # fmt: off
     add("--model", default="toy/mars", help="directory or hub id")
-    add("--data", type=Path, default=Path("toy/test.jsonl"), help='JSONL with "prompt" and "answer"')
-    add("--tau", type=float, nargs="+", default=[1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5], help="thresholds")
+    add("--data", type=Path, default="toy/test.jsonl", help='JSONL with "prompt" and "answer"')
+    add("--tau", type=float, nargs="+", default=[1, .95, .9, .8, .7, .6, .5], help="thresholds")
     add("--metric", choices=METRICS, default="probability", help="of confidence")
     add("--block", type=int, help="masks per forward; None is what the checkpoint was trained with")
     add("--limit", type=int, help="only the first so many problems")
     add("--rows", type=int, default=32, help="problems decoded at a time")
     add("--max-new", type=int, default=256, help="most tokens per problem")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--dtype", choices=("float32", "bfloat16"), help="None is bfloat16 on cuda, else float32")
+    add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
+    # fmt: on
     args = parser.parse_args()
 
     rows = list(Rows(args.data))[: args.limit]
     for number, row in enumerate(rows, 1):
         if not {"prompt", "answer"} <= row.keys():
             raise UserError(f"{args.data}: row {number} lacks prompt or answer")
-    device = pick_device(args.device)
-    model, chat = load(args.model, device, pick_dtype(args.dtype, device))
+    model, chat = load(args.model, *place(args.device, args.dtype))
     turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
     prompts = [chat.encode(chat.prompt(turn)) for turn in turns]
-    block = args.block or model.config.block_size or 4
-    print(f"{args.model} on {args.data} ({len(rows)} problems), B = {block}, {args.metric}\n")
+    options = {"metric": args.metric, "block": args.block, "max_new": args.max_new}
+    print(f"{args.model}, {args.data}: {len(rows)} problems\n")
     print("|  tau | accuracy | tokens/forward |\n|-----:|---------:|---------------:|")
     for tau in args.tau:
-        results = generate(
-            model, prompts, args.rows, tau=tau, metric=args.metric, block=block, max_new=args.max_new
-        )
-        right = sum(last_number(chat.decode(r.tokens)) == row["answer"] for r, row in zip(results, rows))
-        print(f"| {tau:4g} | {right / len(rows):8.1%} | {tokens_per_forward(results):14.2f} |", flush=True)
+        results = generate(model, prompts, args.rows, tau=tau, **options)
+        texts = [chat.decode(result.tokens) for result in results]
+        right = sum(last_number(text) == row["answer"] for text, row in zip(texts, rows))
+        accuracy, speed = right / len(rows), tokens_per_forward(results)
+        print(f"| {tau:4g} | {accuracy:8.1%} | {speed:14.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The laptop-scale world: word problems with step-by-step answers, their tokenizer and model config.
+"""The laptop-scale world: word problems with worked answers, their tokenizer and model config.
 
-    python toy/make.py                                             # everything that is committed here
-    python toy/make.py --rows 96000 --out toy/train-96k.jsonl      # the file that toy/sft learnt from
+    python toy/make.py                                          # all that is committed here
+    python toy/make.py --rows 96000 --out toy/train-96k.jsonl   # what toy/mars learnt from
 
 A problem has one or two operations out of +, - and *. Every kind of sentence has several phrasings,
 drawn with unequal odds: the words of an answer are partly predictable and partly not, which is what
-threshold decoding is about. Everything follows from one seed, and no training problem is a test problem.
+threshold decoding is about. Everything follows from fixed seeds; no training problem is a test one.
 """
 
 import argparse
@@ -17,12 +17,14 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).parent
-TEST_ROWS, TRAIN_ROWS, VOCABULARY = 500, 4000, 1024  # at most so many tokens; the text yields fewer
+TEST_ROWS, TRAIN_ROWS = 500, 4000
+VOCABULARY = 1024  # at most; the text yields fewer
 
 GIRLS = "Ada Mia Zoe Lena Nora Ruth Iris Emma Lily Anna Rosa Vera".split()
 BOYS = "Tom Ben Max Leo Paul Omar Hugo Ivan Noah Finn Karl Yuri".split()
 THINGS = "apples pens books coins cards shells stamps eggs beads nuts keys cups".split()
-THINGS += "plums roses balls bricks candles buttons lemons kites stones badges melons ribbons".split()
+THINGS += "plums roses balls bricks candles buttons lemons kites stones".split()
+THINGS += "badges melons ribbons".split()
 BOXES = "boxes bags baskets packs jars trays".split()
 
 # {n} name, {they} She or He, {t} things, {c} boxes, {a} {b} numbers, {r} the result of the step.
@@ -148,8 +150,8 @@ def write(path: Path, rows: list[dict]) -> None:
 
 def train_tokenizer(rows: list[dict]) -> Tokenizer:
     """A byte-level BPE like Qwen2.5's, whose pattern keeps every digit a token of its own."""
-    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    pattern += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    pattern += r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -165,8 +167,8 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [row[key] for row in rows for key in ("prompt", "response")] + ["user assistant system\n"]
-    tokenizer.train_from_iterator(texts, trainer)
+    texts = [row[key] for row in rows for key in ("prompt", "response")]
+    tokenizer.train_from_iterator([*texts, "user assistant system\n"], trainer)
     return tokenizer
 
 
