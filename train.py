@@ -159,6 +159,9 @@ class Dataset:
         example.phase = random.Random(f"{self.seed} {epoch} {index}").randrange(self.phases)
         return example
 
+    def reasons(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
+
     def stream(self) -> Iterator[Example]:
         while True:
             epoch, at = divmod(self.consumed, len(self.training))
@@ -169,7 +172,7 @@ class Dataset:
             if example:
                 yield example
             elif sum(self.skipped.values()) == self.consumed >= len(self.training):
-                raise UserError(f"{self.rows.path}: no usable row: {dict(self.skipped)}")
+                raise UserError(f"{self.rows.path}: no usable row: {self.reasons()}")
 
 
 # --------------------------------------------------------------------------------------------- loss
@@ -194,8 +197,8 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
     """One example as [clean ; masks]; without a block size, as the clean stream alone.
 
     Clean position p predicts token p + 1, and so does the mask at p. The last token predicts
-    nothing and is in neither stream. The first response token is predicted by the last of the prompt,
-    which is never masked: its cross-entropy counts in both sums, as in the paper's code.
+    nothing and is in neither stream. The last of the prompt, which is never masked, predicts the
+    first of the response: that cross-entropy counts in both sums, as in the paper's code.
     """
     x, prompt = torch.tensor(example.tokens), example.prompt
     pos = torch.arange(len(x) - 1)
@@ -244,7 +247,8 @@ def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
 def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
     """(noisy, clean): the weighted sums of cross-entropies that make the loss of section 3.3."""
     at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
-    logits = model.logits(hidden_states(model, batch)[at]).float()
+    logits = model.logits(hidden_states(model, batch)[at])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # not in bfloat16
     cross_entropy = F.cross_entropy(logits, batch.target[at], reduction="none")
     return (cross_entropy * batch.noisy[at]).sum(), (cross_entropy * batch.clean[at]).sum()
 
@@ -300,9 +304,7 @@ class Trainer:
         )
         autocast = dtype == torch.bfloat16  # of the arithmetic; the weights stay float32
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=autocast)
-        self.total = args.epochs * len(data.training)  # rows
-        if args.steps:
-            self.total = min(self.total, args.steps * args.batch)
+        self.total = args.steps * args.batch if args.steps else args.epochs * len(data.training)
 
     def step(self, examples: list[Example]) -> dict[str, float]:
         """One update from the examples of a global step; returns what it measured."""
@@ -339,10 +341,12 @@ class Trainer:
 
     def run(self) -> None:
         args, data, stream = self.args, self.data, self.data.stream()
-        with (
-            open(args.out / "log.jsonl", "w", encoding="utf-8") as log,
-            tqdm(total=self.total, unit=" rows", desc=args.objective) as bar,
-        ):
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+            log = open(args.out / "log.jsonl", "w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {args.out}: cannot be written to ({error.strerror})") from None
+        with log, tqdm(total=self.total, unit=" rows", desc=args.objective) as bar:
             step = 0
             while data.consumed < self.total:
                 step, began = step + 1, time.perf_counter()
@@ -360,8 +364,7 @@ class Trainer:
                 bar.set_postfix({k: v for k, v in record.items() if k in ("noisy", "clean")})
                 bar.update(min(data.consumed, self.total) - bar.n)
         if data.skipped:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in data.skipped.most_common())
-            print(f"skipped {sum(data.skipped.values())} rows: {reasons}")
+            print(f"skipped rows: {data.reasons()}")
         print(f"{args.out}: model after {step} steps, and log.jsonl")
 
 
@@ -382,7 +385,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--ar-weight", type=float, default=1.0, help="weight of the clean loss")
     add("--normalization", choices=("sequence", "token"), default="sequence", help="of the loss")
     add("--epochs", type=int, default=5, help="passes over the data")
-    add("--steps", type=int, help="end after so many steps, if that is sooner")
+    add("--steps", type=int, help="train for so many steps instead")
     add("--batch", type=int, default=384, help="examples per step")
     add("--micro-batch", type=int, default=16, help="examples per forward; changes only the memory")
     add("--lr", type=float, default=5e-6, help="peak learning rate")
@@ -396,13 +399,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
     args = parser.parse_args()
-    for name in ("block", "epochs", "steps", "batch", "micro_batch", "max_length", "save_every"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    for name, low, high in (("lr", 0, math.inf), ("warmup", 0, 1), ("clip", 0, math.inf)):
-        if not low <= getattr(args, name) < high:
-            raise UserError(f"--{name} {getattr(args, name)}: must be at least {low}, below {high}")
+    least = dict.fromkeys(
+        ("block", "epochs", "batch", "micro_batch", "max_length", "save_every"), 1
+    )
+    least |= {"steps": 1, "held_out": 0, "lr": 0, "warmup": 0, "clip": 0, "ar_weight": 0}
+    for name, low in least.items():
+        value, high = getattr(args, name), 1 if name == "warmup" else math.inf
+        if value is not None and not low <= value < high:
+            bounds = f"at least {low}" + (f" and below {high}" if name == "warmup" else "")
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be {bounds}")
     return args
 
 

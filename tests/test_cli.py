@@ -1,0 +1,267 @@
+"""The command line: what is printed, whole characters, and one clear line for every bad input."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from common import ROOT
+
+import decode
+import train
+from bench import pareto
+from model import Chat, run
+
+PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
+PROMPT += "How many plums does Mia have now?"
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """cli(module, word, ...) -> (exit status, standard output, standard error)."""
+
+    def call(module, *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, words)])
+        status = 0
+        try:
+            run(module.main)
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def test_the_main_command_solves_a_problem():
+    """As a person runs it, from another directory: the answer, then its statistics."""
+    command = [sys.executable, ROOT / "decode.py", "--prompt", PROMPT, "--tau", "0.8"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True)
+    answer, statistics = done.stdout.splitlines()
+    assert answer.endswith("The answer is 43.") and "5 * 12 = 60" in answer
+    words = statistics.split()
+    assert words[1:3] == ["tokens", "in"] and words[4] == "forwards:"
+    assert int(words[0]) / int(words[3]) == pytest.approx(float(words[5]), abs=0.005)
+    assert float(words[5]) > 2 and words[-1] == "tok/s"
+    assert done.stderr.count("\n") == 1 and "toy/mars" in done.stderr
+
+
+def test_a_model_without_masks_is_told_so_once(cli):
+    status, out, err = cli(decode, "--prompt", PROMPT, "--model", ROOT / "toy/sft", "--tau", 1)
+    assert status == 0 and "43" in out and err == ""
+    model = ("--model", ROOT / "toy/sft")
+    status, out, err = cli(decode, "--prompt", PROMPT, *model, "--tau", 0.9999)
+    assert status == 0 and err.count("no block_size in config.json") == 1 and "--tau 1" in err
+    status, out, err = cli(decode, "--prompt", PROMPT, *model, "--tau", 0.9999999, "--block", 4)
+    assert status == 0 and err.count("accepts 1.0 tokens per forward; train it or use --tau 1") == 1
+
+
+def test_only_whole_characters_are_shown():
+    """Every token of this text is a byte or so: none may show up as half a character."""
+    chat = Chat(ROOT / "toy/base")
+    text = "你好 🙂👩‍👩‍👧 é plums! ok"
+    tokens = chat.encode(text)
+    assert len(tokens) > 30
+    for step in (1, 2, 3, 5):
+        stream = decode.TextStream(chat)
+        pieces = [stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)]
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
+    stream = decode.TextStream(chat)
+    half = [stream.add([token]) for token in chat.encode("ok 🙂")[:-1]]
+    assert "".join(half) == "ok "  # a text that ends within a character
+
+
+def test_a_stray_byte_does_not_stop_the_stream():
+    """A lone continuation byte is a real U+FFFD, shown as soon as something follows it."""
+    chat = Chat(ROOT / "toy/base")
+    tokens = [chat.encode("🙂")[-1], *chat.encode(" ok")]
+    stream = decode.TextStream(chat)
+    assert "".join(stream.add([token]) for token in tokens) == "\ufffd ok"
+
+
+def test_interrupting_keeps_the_text_so_far(cli, monkeypatch):
+    """Ctrl-C: the text and its statistics stay, no traceback, exit status 130."""
+    whole = decode.stream
+
+    def interrupted(*arguments):
+        yield from itertools.islice(whole(*arguments), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "stream", interrupted)
+    status, out, err = cli(decode, "--prompt", PROMPT)
+    assert status == 130 and out.startswith("The 5 bags") and "in 3 forwards" in out
+    assert "Traceback" not in err
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A copy of the toy checkpoint to break."""
+    shutil.copytree(ROOT / "toy/mars", tmp_path / "broken")
+    return tmp_path / "broken"
+
+
+def truncate(path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def set_config(directory, **changes) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (directory / "generation_config.json").unlink()
+
+
+BREAKAGES = {
+    "another architecture": (
+        lambda d: set_config(d, model_type="llama"),
+        "'llama' is not supported",
+    ),
+    "sliding window": (
+        lambda d: set_config(d, use_sliding_window=True, max_window_layers=0),
+        "sliding-window attention is not supported",
+    ),
+    "no end of turn": (lambda d: set_config(d, eos_token_id=None), "no eos_token_id"),
+    "config.json damaged": (
+        lambda d: truncate(d / "config.json") or (d / "config.json").write_text("{"),
+        "config.json: cannot be read",
+    ),
+    "config.json missing": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
+    "weights missing": (lambda d: (d / "model.safetensors").unlink(), "missing or damaged"),
+    "weights truncated": (lambda d: truncate(d / "model.safetensors"), "missing or damaged"),
+    "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json: missing"),
+    "tokenizer damaged": (lambda d: truncate(d / "tokenizer.json"), "tokenizer.json: missing or"),
+    "template damaged": (
+        lambda d: (d / "chat_template.jinja").write_text("{% if %}"),
+        "chat template is damaged",
+    ),
+}
+
+
+def one_line(result, message: str) -> None:
+    status, out, err = result
+    assert status == 2 and message in err, err
+    assert err.startswith("error: ") and err.count("\n") == 1 and out == ""
+
+
+@pytest.mark.parametrize("how", BREAKAGES)
+def test_broken_checkpoints(cli, broken, how):
+    breakage, message = BREAKAGES[how]
+    breakage(broken)
+    one_line(cli(decode, "--prompt", PROMPT, "--model", broken), message)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--model", "no/such/place"), "no/such/place: no such directory"),
+        (("--tau", "1.5"), "tau 1.5: must be between 0 and 1"),
+        (("--tau", "-0.5"), "tau -0.5: must be between 0 and 1"),
+        (("--tau", "nan"), "tau nan"),
+        (("--tau", "-1", "--metric", "entropy"), "at least 0 (nats)"),
+        (("--block", "0"), "block 0: must be at least 1"),
+        (("--max-new", "0"), "max_new 0: must be at least 1"),
+        (("--max-new", "5000"), "exceed the model's 2048 positions"),
+        (("--prompt", "plums " * 3000), "exceed the model's 2048 positions"),
+        (("--prompt", "  "), "--prompt is empty"),
+        (("--temperature", "-1"), "temperature -1.0: must be at least 0"),
+        (("--device", "cuda:99"), "device 'cuda:99': not on this machine"),
+        (("--device", "abacus"), "device 'abacus': not on this machine"),
+    ],
+)
+def test_bad_decoding_options(cli, words, message):
+    status, out, err = cli(decode, "--model", ROOT / "toy/mars", "--prompt", PROMPT, *words)
+    one_line((status, out, err), message)
+
+
+def test_too_little_memory_says_what_is_needed(cli, broken):
+    set_config(broken, max_position_embeddings=10**13)
+    result = cli(decode, "--prompt", PROMPT, "--model", broken, "--max-new", 10**12)
+    one_line(result, "GiB, more than there is: use fewer rows or a smaller max_new")
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(5 * (json.dumps({"prompt": "?", "response": "12"}) + "\n"))
+    return path
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("", "empty; expected one JSON object per line"),
+        ('{"prompt": "?", "response": "1"}\nnot json\n', "data.jsonl:2: not JSON"),
+        ('["prompt"]\n', "data.jsonl:1: not a JSON object"),
+        ('{"question": "?"}\n', "no usable row: 1 neither messages nor prompt and response"),
+    ],
+)
+def test_bad_data(cli, tmp_path, data, content, message):
+    """An error before training writes nothing, not even the directory of --out."""
+    data.unlink() if content is None else data.write_text(content)
+    result = cli(train, "--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out")
+    status, _, err = result
+    assert status == 2 and message in err and "Traceback" not in err
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--block", 0), "--block 0: must be at least 1"),
+        (("--batch", 0), "--batch 0: must be at least 1"),
+        (("--steps", 0), "--steps 0: must be at least 1"),
+        (("--lr", "nan"), "--lr nan: must be at least 0"),
+        (("--warmup", 1), "--warmup 1.0: must be at least 0 and below 1"),
+        (("--held-out", -1), "--held-out -1: must be at least 0"),
+        (("--model", "no/such/place"), "no/such/place: no such directory"),
+        (("--data", "/"), "/: cannot be read (Is a directory)"),
+    ],
+)
+def test_bad_training_options(cli, tmp_path, data, words, message):
+    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", *words)
+    one_line(cli(train, *given), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_directory_that_cannot_be(cli, tmp_path, data):
+    (tmp_path / "out").write_text("a file is in the way")
+    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out")
+    status, _, err = cli(train, *given)
+    assert status == 2 and "cannot be written to (File exists)" in err
+    assert (tmp_path / "out").read_text() == "a file is in the way"
+
+
+def test_a_disk_that_fills_up_while_training(cli, tmp_path, data, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("model.save_file", full)
+    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", "--steps", 1)
+    status, _, err = cli(train, *given, "--batch", 2)
+    assert status == 2 and "error: " in err and "No space left on device" in err
+    assert not list((tmp_path / "out").glob("model*"))
+
+
+def test_the_table_over_tau(cli, data):
+    options = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl", "--limit", 12)
+    status, out, _ = cli(pareto, *options, "--tau", 1, 0.9)
+    table = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
+    (_, first, fast) = [[cell.strip() for cell in row] for row in table[:1] + table[2:]]
+    assert status == 0 and first[0] == "1" and first[2] == "1.00" and float(fast[2]) > 2
+    assert float(first[1].rstrip("%")) > 80
+    one_line(cli(pareto, "--data", data), "row 1 lacks prompt or answer")
+
+
+def test_help_names_every_option(cli):
+    for module in (decode, train, pareto):
+        status, out, _ = cli(module, "--help")
+        assert status == 0 and "--model" in out and "default" in out
+        assert os.environ.get("HOME", "?") not in out

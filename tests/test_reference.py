@@ -1,0 +1,84 @@
+"""Our code against numbers from other people's: transformers' logits, the paper's loss and decoder.
+
+Runs on every directory in tests/fixtures that has a reference.json, and on those named in
+MARS_FIXTURES (colon-separated); tests/fixtures/README.md describes the format.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from common import ROOT
+from safetensors.torch import load_file
+
+from decode import generate, naive
+from model import load_model
+from train import Example, collate, lay_out, losses, target_weights
+
+EXTRA = os.environ.get("MARS_FIXTURES", "").split(":")
+HOME = [path.parent for path in sorted((ROOT / "tests/fixtures").glob("*/reference.json"))]
+DIRECTORIES = HOME + [Path(path) for path in EXTRA if path]
+
+
+@pytest.fixture(params=DIRECTORIES, ids=lambda path: path.name, scope="module")
+def reference(request):
+    numbers = json.loads((request.param / "reference.json").read_text())
+    model = load_model(request.param)
+    model.config.mask_token_id, model.config.eos_token_id = numbers["mask_id"], (numbers["eos_id"],)
+    return request.param, numbers, model
+
+
+def test_logits_are_those_of_transformers(reference):
+    directory, numbers, model = reference
+    ids = torch.tensor(numbers["logits_ids"])
+    hidden = model(ids, torch.arange(ids.size(1)).expand_as(ids), None)
+    model.config.mask_token_id, mask_id = None, model.config.mask_token_id
+    logits = model.logits(hidden.flatten(0, 1)).view(*ids.shape, -1)
+    model.config.mask_token_id = mask_id
+    expected = load_file(directory / "logits.safetensors")["logits"]
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_loss_and_gradient_are_the_papers(reference):
+    """All cases; one -inf among the logits, that of the mask, is within the tolerance."""
+    _, numbers, model = reference
+    assert numbers["loss"]
+    for case in numbers["loss"]:
+        sequences = zip(case["input_ids"], case["prompt_lens"])
+        examples = [Example(tokens, prompt) for tokens, prompt in sequences]
+        weights = target_weights(examples, case["normalization"])
+        parts = [
+            lay_out(example, case["block_size"], numbers["mask_id"], weight)
+            for example, weight in zip(examples, weights)
+        ]
+        noisy, clean = losses(model, collate(parts, "cpu"))
+        loss = noisy + case["ar_weight"] * clean
+        model.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in model.parameters()])
+        assert loss.item() == pytest.approx(case["loss"], rel=1e-4)
+        assert norm.item() == pytest.approx(case["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("decoder", ["loop", "naive"])
+def test_decoding_is_the_papers(reference, decoder):
+    """Token for token and forward for forward; their B candidates are our B - 1 masks."""
+    _, numbers, model = reference
+    assert numbers["decode"]
+    for case in numbers["decode"]:
+        one_token = 0 if case["metric"] == "entropy" else 1
+        options = {
+            "tau": one_token if case["tau"] is None else case["tau"],
+            "metric": case["metric"],
+            "block": max(1, case["block_size"] - 1),
+            "max_new": numbers["max_new_tokens"],
+        }
+        if decoder == "naive":
+            result = naive(model, case["prompt"], **options)
+        else:
+            [result] = generate(model, [case["prompt"]], **options)
+        assert result.tokens == case["tokens"]
+        if case["forwards"] is not None:
+            assert result.forwards == case["forwards"]

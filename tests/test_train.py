@@ -1,0 +1,324 @@
+"""The MARS loss against the paper's two-stream form, the mask rule, the data, the training loop."""
+
+import json
+import random
+import re
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import ROOT, cases, random_prompt, tiny_model
+
+import train
+from decode import generate
+from model import Chat, UserError, load, visible
+from train import Dataset, Example, Rows, Trainer, Unusable, collate, encode, lay_out, losses
+
+
+def random_example(rng: random.Random, block: int) -> Example:
+    """Prompts and responses at multiples of the block, beside them, and anywhere."""
+    prompt, response = (
+        max(
+            1, rng.choice([block, 2 * block, 4 * block]) + rng.choice([-1, 0, 1, rng.randint(0, 9)])
+        )
+        for _ in range(2)
+    )
+    return Example(random_prompt(rng, prompt + response), prompt, phase=rng.randrange(block))
+
+
+def two_stream_loss(model, example: Example, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The paper's form, plainly: [clean L ; noisy L], a mask from loops over its three rules."""
+    x, prompt = example.tokens, example.prompt
+    length, mask_id = len(x), model.config.mask_token_id
+    noisy = [x[p] if p < prompt else mask_id for p in range(length)]
+    see = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
+    for p in range(length):
+        for k in range(length):
+            same_block = (p + example.phase) // block == (k + example.phase) // block
+            see[p, k] = k <= p
+            see[length + p, length + k] = same_block and k <= p
+            see[length + p, k] = not same_block and k < p
+    positions = torch.arange(length).repeat(2)[None]
+    hidden = model(torch.tensor([x + noisy]), positions, see[None, None])[0]
+    targets, at = torch.tensor(x[prompt:]), torch.arange(prompt - 1, length - 1)
+    return tuple(
+        F.cross_entropy(model.logits(hidden[at + offset]), targets, reduction="sum")
+        for offset in (length, 0)
+    )
+
+
+def gradient(loss, model) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def test_response_only_masks_give_the_two_stream_loss():
+    for seed in cases(25, 200):
+        rng = random.Random(seed)
+        model, block = tiny_model(rng), rng.randint(1, 8)
+        example = random_example(rng, block)
+        layout = lay_out(example, block, model.config.mask_token_id, 1.0)
+        noisy, clean = losses(model, collate([layout], "cpu"))
+        expected_noisy, expected_clean = two_stream_loss(model, example, block)
+        assert noisy.item() == pytest.approx(expected_noisy.item(), rel=1e-12)
+        assert clean.item() == pytest.approx(expected_clean.item(), rel=1e-12)
+        weight = rng.random()
+        ours = gradient(noisy + weight * clean, model)
+        theirs = gradient(expected_noisy + weight * expected_clean, model)
+        assert (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
+
+
+def outputs(model, batch) -> torch.Tensor:
+    return train.hidden_states(model, batch)[0]
+
+
+@torch.inference_mode()
+def test_no_clean_output_changes_when_masks_are_added():
+    for seed in cases(25, 200):
+        rng = random.Random(100 + seed)
+        model, block = tiny_model(rng), rng.randint(1, 8)
+        example = random_example(rng, block)
+        mask_id, clean = model.config.mask_token_id, len(example.tokens) - 1
+        plain = model(torch.tensor([example.tokens[:-1]]), torch.arange(clean)[None], None)[0]
+        masked = outputs(model, collate([lay_out(example, block, mask_id, 1.0)], "cpu"))
+        assert torch.allclose(masked[:clean], plain, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_a_mask_sees_the_clean_tokens_before_its_window_and_no_others():
+    """Change one clean token: the masks whose window starts behind it change, the others do not."""
+    for seed in cases(25, 200):
+        rng = random.Random(200 + seed)
+        model, block = tiny_model(rng), rng.randint(1, 8)
+        example = random_example(rng, block)
+        batch = collate([lay_out(example, block, model.config.mask_token_id, 1.0)], "cpu")
+        changed = rng.randrange(len(example.tokens) - 1)
+        other = batch._replace(tokens=batch.tokens.clone())
+        other.tokens[0, changed] = 2 + (batch.tokens[0, changed] - 1) % 6
+        assert other.tokens[0, changed] != batch.tokens[0, changed]
+        differs = (outputs(model, batch) - outputs(model, other)).abs().amax(-1) > 1e-9
+        windows = (batch.start <= batch.pos) & (batch.doc == 0)
+        assert torch.equal(differs[windows[0]], batch.start[windows] > changed)
+
+
+def test_visible_is_the_rule_in_words():
+    """On all pairs of a random packing: two documents, clean tokens, windows, in any order."""
+    for seed in cases(25, 200):
+        rng = random.Random(seed)
+        tokens = []  # (pos, start, doc)
+        for doc in (0, 1):
+            tokens += [(p, p + 1, doc) for p in range(12)]
+            for start in sorted(rng.sample(range(1, 12), 3)):
+                tokens += [(start + i, start, doc) for i in range(rng.randint(1, 4))]
+        rng.shuffle(tokens)
+        for q in tokens:
+            for k in tokens:
+                k_clean, q_clean = k[1] == k[0] + 1, q[1] == q[0] + 1
+                if q[2] != k[2]:
+                    expected = False
+                elif q_clean:
+                    expected = k_clean and k[0] <= q[0]
+                elif k_clean:
+                    expected = k[0] < q[1]
+                else:
+                    expected = k[1] == q[1] and k[0] <= q[0]
+                assert bool(visible(*map(torch.tensor, (*q, *k)))) == expected, (q, k)
+
+
+# ------------------------------------------------------------------------------------ data
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat(ROOT / "toy/base")
+
+
+def write(path, rows) -> Rows:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return Rows(path)
+
+
+def test_rows_are_found_by_byte_offset(tmp_path):
+    """Characters of several bytes, blank lines, Windows line ends, no newline at the end."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"a": "né 🙂"}\n\n{"a": "2"}\r\n   \n{"a": "三"}'.encode())
+    rows = Rows(path)
+    assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "empty"),
+        (b'{"a": 1}\n{"a": \n', r"bad.jsonl:2: not JSON"),
+        (b'{"a": 1}\n\n[1, 2]\n', r"bad.jsonl:3: not a JSON object"),
+        (b"\xff\xfe{\x00", r"bad.jsonl:1: not JSON"),
+    ],
+)
+def test_bad_data_files(tmp_path, content, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        Rows(path)
+
+
+def test_the_last_assistant_turn_is_trained(chat):
+    user, assistant = ({"role": r, "content": f"the {r}"} for r in ("user", "assistant"))
+    last = {"role": "assistant", "content": "So Mia has 12 plums."}
+    row = {"messages": [user, assistant, user, last, {"role": "user", "content": "Thanks!"}]}
+    example = encode(row, chat, 2, 512)
+    assert chat.decode(example.tokens[example.prompt :]) == "So Mia has 12 plums."
+    assert example.tokens[-1] == 2
+    assert example.tokens[: example.prompt] == chat.encode(chat.prompt([user, assistant, user]))
+    pair = encode({"prompt": "the user", "response": "So Mia has 12 plums."}, chat, 2, 512)
+    assert pair == encode({"messages": [user, last]}, chat, 2, 512)
+
+
+def test_a_cut_response_has_no_end_of_turn_target(chat):
+    row = {"prompt": "How many?", "response": "So Mia has 12 plums now."}
+    whole = encode(row, chat, 2, 512)
+    cut = encode(row, chat, 2, len(whole.tokens) - 1)
+    assert cut.tokens == whole.tokens[:-1] and 2 not in cut.tokens[cut.prompt :]
+
+
+def test_unusable_rows_are_counted_by_reason(chat):
+    turn = {"role": "user", "content": "Hi"}
+    reply = {"role": "assistant", "content": "Hello"}
+    for row, reason in (
+        ({"text": "Hi"}, "neither messages nor prompt and response"),
+        ({"messages": ["Hi"]}, "neither messages"),
+        ({"prompt": "Hi"}, "content that is not text"),
+        ({"messages": []}, "no assistant turn"),
+        ({"messages": [turn]}, "no assistant turn"),
+        ({"messages": [turn, {**reply, "content": None}]}, "content that is not text"),
+        ({"messages": [{**turn, "role": "environment"}, reply]}, "a role that the chat template"),
+        ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt longer than --max-length"),
+    ):
+        with pytest.raises(Unusable, match=reason):
+            encode(row, chat, 2, 512)
+
+
+def arguments(monkeypatch, *words: object):
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    return train.parse_arguments()
+
+
+def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
+    """Shuffled anew each epoch, held-out rows never among them, the same on every run."""
+    rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(50)])
+    args = arguments(monkeypatch, "--data", rows.path, "--held-out", 5)
+    data = Dataset(rows, chat, 2, 4, args)
+    stream = data.stream()
+    epochs = [[next(stream) for _ in range(45)] for _ in range(3)]
+    texts = [[chat.decode(e.tokens[e.prompt :]) for e in epoch] for epoch in epochs]
+    held_out = {chat.decode(e.tokens[e.prompt :]) for e in data.held_out}
+    assert len(held_out) == 5
+    assert all(sorted(t) == sorted(set(map(str, range(50))) - held_out) for t in texts)
+    assert texts[0] != texts[1] != texts[2]
+    phases = [[e.phase for e in epoch] for epoch in epochs]
+    assert phases[0] != phases[1] and {0, 1, 2, 3} == set(phases[0])
+    again = Dataset(rows, chat, 2, 4, args).stream()
+    assert [next(again) for _ in range(90)] == epochs[0] + epochs[1]
+
+
+def test_a_file_without_a_usable_row_stops(chat, tmp_path, monkeypatch):
+    rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * 3)
+    data = Dataset(rows, chat, 2, 1, arguments(monkeypatch, "--data", rows.path))
+    with pytest.raises(UserError, match="no usable row: 3 neither messages"):
+        next(data.stream())
+
+
+# ------------------------------------------------------------------------------------ the loop
+
+
+def test_how_a_step_is_cut_changes_nothing(chat, monkeypatch):
+    """One example per forward or all at once, in both normalisations: the same new weights."""
+    for seed in cases(4, 40):
+        rng, new_weights = random.Random(seed), []
+        block = rng.randint(1, 8)
+        examples = [random_example(rng, block) for _ in range(7)]
+        normalization = rng.choice(["sequence", "token"])
+        for micro_batch in (1, 3, 7):
+            words = ("--data", "x", "--micro-batch", micro_batch, "--normalization", normalization)
+            args = arguments(monkeypatch, *words, "--lr", 0.1, "--clip", 1e9, "--warmup", 0)
+            model = tiny_model(random.Random(seed))
+            model.config.block_size = block
+            data = type("Data", (), {"training": examples, "consumed": 0})
+            Trainer(model, chat, data, torch.float32, args).step(examples)
+            new_weights.append(torch.cat([w.detach().flatten() for w in model.parameters()]))
+        for other in new_weights[1:]:
+            assert (new_weights[0] - other).abs().max() < 1e-6
+
+
+def test_learning_rate():
+    rates = [train.learning_rate(2.0, progress / 100, 0.1) for progress in range(101)]
+    assert rates[0] == 0 and rates[5] == pytest.approx(1.0) and rates[10] == pytest.approx(2.0)
+    assert rates[55] == pytest.approx(1.0) and rates[100] == pytest.approx(0)
+    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
+    assert train.learning_rate(2.0, 1.3, 0.1) == pytest.approx(
+        0
+    )  # skipped rows may overrun the end
+
+
+def test_from_scratch_to_several_tokens_per_forward(tmp_path, monkeypatch):
+    """Both stages on one sentence, from random weights: MARS learns to give it in few forwards."""
+    data = tmp_path / "data.jsonl"
+    row = {"prompt": "How many?", "response": "So Mia has 12 plums now. The answer is 12."}
+    data.write_text(20 * (json.dumps(row) + "\n"))
+    common = ["--data", data, "--batch", 4, "--steps", 60, "--lr", 3e-3, "--held-out", 2]
+    sft, mars = tmp_path / "sft", tmp_path / "mars"
+    for words in (
+        ("--objective", "sft", "--model", ROOT / "toy/base", "--from-scratch", "--out", sft),
+        ("--model", sft, "--out", mars, "--block", 3, "--ar-weight", 0.5, "--save-every", 20),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, [*words, *common])])
+        train.main()
+    log = [json.loads(line) for line in (mars / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == list(range(1, 61))
+    assert log[-1]["noisy"] < 0.1 * log[0]["noisy"] and log[-1]["clean"] < 0.1
+    assert [len(record["look_ahead"]) for record in log if "look_ahead" in record] == [4, 4, 4]
+    assert log[-1]["look_ahead"][0] > 0.95
+    model, chat = load(str(mars))
+    assert model.config.block_size == 3
+    [result] = generate(
+        model, [chat.encode(chat.prompt([{"role": "user", "content": "How many?"}]))]
+    )
+    assert chat.decode(result.tokens) == row["response"]
+    assert result.tokens_per_forward > 3
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+# ------------------------------------------------------------------------------------ the toy world
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (ROOT / "toy" / name).read_text().splitlines()]
+
+
+def test_toy_answers_are_right_and_new():
+    test, training = read("test.jsonl"), read("train.jsonl")
+    assert len(test) == 500
+    assert not {row["prompt"] for row in test} & {row["prompt"] for row in training}
+    operations = Counter()
+    for row in test + training:
+        for a, operator, b, result in re.findall(r"(\d+) ([+*-]) (\d+) = (\d+)", row["response"]):
+            expected = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}
+            assert int(result) == expected[operator]
+            operations[operator] += 1
+        assert row["response"].endswith(f"The answer is {row['answer']}.")
+        assert 1 <= row["response"].count("=") <= 2
+    assert min(operations.values()) > 1000
+
+
+def test_toy_is_reproducible(tmp_path, monkeypatch):
+    sys.path.insert(0, str(ROOT / "toy"))
+    import make
+
+    monkeypatch.setattr(make, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(tmp_path / "train.jsonl")])
+    make.main()
+    for name in ("train.jsonl", "test.jsonl", "base/config.json", "base/tokenizer.json"):
+        assert (tmp_path / name).read_bytes() == (ROOT / "toy" / name).read_bytes(), name
