@@ -333,8 +333,8 @@ def main() -> None:
     model, chat = load(args.model or str(TOY), device, dtype)
     if not (plain or args.block or model.config.block_size):
         print(
-            "no block_size in config.json: a model that never learnt masks needs --tau 1 or training;"
-            " --block N says that this one did",
+            "no block_size in config.json: a model that never learnt masks needs training or --tau 1"
+            " (--block N says that this one did)",
             file=sys.stderr,
         )
     messages = [{"role": "system", "content": args.system}] if args.system else []
