@@ -295,6 +295,10 @@ class TextStream:
         return new
 
 
+def note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def statistics(result: Result, seconds: float) -> str:
     count, ratio = len(result.tokens), f"{result.tokens_per_forward:.2f} tokens per forward"
     return f"{count} tokens in {result.forwards} forwards: {ratio}, {count / seconds:.0f} tok/s"
@@ -329,14 +333,10 @@ def main() -> None:
         raise UserError("--prompt is empty")
     device, dtype = place(args.device, args.dtype)
     if not args.model:
-        print("toy/mars, the bundled model: word problems only (see --model)", file=sys.stderr)
+        note("toy/mars, the bundled model: word problems only (see --model)")
     model, chat = load(args.model or str(TOY), device, dtype)
     if not (plain or args.block or model.config.block_size):
-        print(
-            "no block_size in config.json: a model that never learnt masks needs training or --tau 1"
-            " (--block N says that this one did)",
-            file=sys.stderr,
-        )
+        note("config.json names no block_size: if the model never learnt masks, use --tau 1")
     messages = [{"role": "system", "content": args.system}] if args.system else []
     prompt = chat.encode(chat.prompt([*messages, {"role": "user", "content": args.prompt}]))
     options = Options(args.tau, args.metric, args.block, args.max_new, args.temperature, args.seed)
@@ -350,7 +350,7 @@ def main() -> None:
         if result:
             print("\n" + statistics(result, time.perf_counter() - began))
     if not plain and result.forwards >= 8 and result.tokens_per_forward < 1.05:
-        print("this model accepts 1.0 tokens per forward; train it or use --tau 1", file=sys.stderr)
+        note("this model accepts 1.0 tokens per forward; train it or use --tau 1")
 
 
 if __name__ == "__main__":
