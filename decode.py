@@ -242,16 +242,20 @@ def stream(
             if request:
                 yield request, request.take(tokens, count, width)
 
+    def release(r: int) -> None:
+        if live[r] and live[r].done:
+            live[r] = None
+            cache.rewind(r)
+
     while waiting or any(live):
         for r in range(len(live)):
+            release(r)
             while waiting and not live[r]:  # prefill alone, then join the others
                 live[r] = waiting.popleft()
-                cache.rewind(r)
                 yield from advance([live[r]], len(live[r].prompt) + C - 1, slice(r, r + 1))
-                live[r] = None if live[r].done else live[r]
+                release(r)
         if any(live):
             yield from advance(live, width, slice(None))
-        live = [None if request and request.done else request for request in live]
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows: int = 8, **options) -> list[Result]:

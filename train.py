@@ -66,7 +66,7 @@ class Rows:
             self.file = open(path, "rb")
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-        for number, line in enumerate(self.file, 1):
+        for number, line in enumerate(tqdm(self.file, desc=str(path), leave=False, delay=2), 1):
             if line.strip():
                 self._parse(line, number)
                 self.offsets.append(offset)
@@ -132,8 +132,8 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
     return Example(tokens[:max_length], len(prompt))  # a cut response loses its end-of-turn target
 
 
-def shuffled(count: int, *key: object) -> list[int]:
-    order = list(range(count))
+def shuffled(count: int, *key: object) -> array:
+    order = array("Q", range(count))
     random.Random(str(key)).shuffle(order)
     return order
 
@@ -386,7 +386,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--normalization", choices=("sequence", "token"), default="sequence", help="of the loss")
     add("--epochs", type=int, default=5, help="passes over the data")
     add("--steps", type=int, help="train for so many steps instead")
-    add("--batch", type=int, default=384, help="examples per step")
+    add("--batch", type=int, default=128, help="examples per step (the paper: 384)")
     add("--micro-batch", type=int, default=16, help="examples per forward; changes only the memory")
     add("--lr", type=float, default=5e-6, help="peak learning rate")
     add("--warmup", type=float, default=0.03, help="share of the run in which the rate rises")
