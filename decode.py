@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import KVCache
-from model import Chat, Qwen2, UserError, load, place, run, visible
+from model import Chat, Qwen2, UserError, load, place, run
 
 TOY = Path(__file__).parent / "toy" / "mars"
 METRICS = ("probability", "margin", "entropy")
@@ -180,19 +180,13 @@ def guess(
 # ------------------------------------------------------------------------------- the decoding loop
 
 
-def cached_mask(slots: Tensor, span: int, pos: Tensor, start: Tensor) -> Tensor:
-    """Mask (R, 1, T, span): T new positions (R, T), written to `slots` (R, T), against the cache.
+def cached_mask(slots: Tensor, span: int) -> Tensor:
+    """Mask (R, 1, T, span): new positions in `slots` (R, T) against the first `span` of the cache.
 
-    A committed key is clean, and its position is its slot. What else lies behind a row's length is
-    left from earlier forwards, and hidden.
+    In a feed [real | masks] the one window of masks comes last, and there `visible` is plain
+    causality. It also hides what earlier forwards left behind the new positions.
     """
-    k_pos = torch.arange(span, device=pos.device).repeat(len(pos), 1)
-    k_start, k_doc = k_pos + 1, (k_pos >= slots[:, :1]).long()
-    k_pos.scatter_(1, slots, pos)
-    k_start.scatter_(1, slots, start)
-    k_doc.scatter_(1, slots, 0)
-    queries = (pos[:, None, :, None], start[:, None, :, None], 0)
-    return visible(*queries, *(key[:, None, None, :] for key in (k_pos, k_start, k_doc)))
+    return torch.arange(span, device=slots.device) <= slots[:, None, :, None]
 
 
 def forward(
@@ -205,10 +199,8 @@ def forward(
     device, mask_id = model.device, model.config.mask_token_id
     tokens = torch.tensor([f + [mask_id] * (width - len(f)) for f in feeds], device=device)
     real = torch.tensor([len(f) for f in feeds], device=device)[:, None]
-    slots = cache.reserve(width, rows)  # and with a cursor per row, a position is its slot
-    is_mask = torch.arange(width, device=device) >= real
-    start = torch.where(is_mask, slots[:, :1] + real, slots + 1)
-    hidden = model(tokens, slots, cached_mask(slots, cache.span, slots, start), cache)
+    slots = cache.reserve(width, rows)  # a position's slot is its position id, too
+    hidden = model(tokens, slots, cached_mask(slots, cache.span), cache)
     cache.commit([len(f) for f in feeds])  # the masks stay behind, as scratch
     at = (real - 1).clamp(min=0) + torch.arange(C, device=device)
     hidden = hidden.gather(1, at[..., None].expand(-1, -1, hidden.size(-1)))
@@ -345,6 +337,7 @@ def main() -> None:
     prompt = chat.encode(chat.prompt([*messages, {"role": "user", "content": args.prompt}]))
     options = Options(args.tau, args.metric, args.block, args.max_new, args.temperature, args.seed)
 
+    next(stream(model, [prompt[:1]], options))  # the first forward pays for start-up, untimed
     text, result, began = TextStream(chat), None, time.perf_counter()
     try:
         for request, tokens in stream(model, [prompt], options):

@@ -1,8 +1,8 @@
 """Qwen2 in one file: configuration, transformer, checkpoint reading and writing, chat tokenizer.
 
 What is unusual here, compared with any other small Qwen2:
-  * attention takes its mask from outside, and `visible` below is the only mask rule: training,
-    decoding and the tests all use it (MARS, arXiv 2604.07023, section 3);
+  * attention takes its mask from outside, and `visible` below is the only mask rule: training
+    calls it, and decoding is held to it (MARS, arXiv 2604.07023, section 3);
   * `forward` returns hidden states, and the caller picks positions before asking for `logits`:
     with 152k words the vocabulary projection is most of the work and of the memory;
   * `<|mask|>` is an ordinary token that is never predicted: its logit is -inf, always;

@@ -11,6 +11,7 @@ from decode import (
     METRICS,
     Options,
     accepted_lengths,
+    cached_mask,
     confidences,
     generate,
     guess,
@@ -20,7 +21,7 @@ from decode import (
     stream,
 )
 from kv_cache import KVCache
-from model import UserError, load
+from model import UserError, load, visible
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,21 @@ def test_admission_order_changes_nothing():
     options = {"tau": 0.2, "temperature": 1.0, "max_new": 24}
     results = [generate(model, prompts, rows=rows, **options) for rows in (1, 2, 4, 9)]
     assert all(same(a, b) for others in results[1:] for a, b in zip(results[0], others))
+
+
+def test_the_mask_of_the_loop_is_the_mask_rule():
+    """[committed | real | masks | left over]: the loop's plain causality is `visible` there."""
+    for seed in cases(25, 200):
+        rng = random.Random(seed)
+        length, real, width = rng.randint(0, 20), rng.randint(1, 5), rng.randint(6, 12)
+        slots = torch.arange(length, length + width)[None]
+        start = torch.where(slots < length + real, slots + 1, length + real)
+        k_pos = torch.arange(length + width)
+        k_start = torch.cat([k_pos[:length] + 1, start[0]])
+        expected = visible(slots[..., None], start[..., None], 0, k_pos, k_start, 0)
+        mask = cached_mask(slots, length + width + 7)
+        assert torch.equal(mask[0, 0, :, : length + width], expected[0])
+        assert not mask[..., length + width :].any()
 
 
 def test_toy_model_in_a_batch_is_the_naive_decoder(toy):

@@ -40,13 +40,15 @@ def test_bfloat16_solves_problems_several_tokens_at_a_time():
     model, chat, prompts, rows = toy("cuda", torch.bfloat16)
     assert model.device.type == "cuda" and model.model.norm.weight.dtype == torch.bfloat16
     results = generate(model, prompts, rows=8, tau=0.95)
-    right = sum(chat.decode(r.tokens).endswith(f" {row['answer']}.") for r, row in zip(results, rows))
+    right = sum(
+        chat.decode(r.tokens).endswith(f" {row['answer']}.") for r, row in zip(results, rows)
+    )
     assert right >= 28
     assert sum(len(r.tokens) for r in results) / sum(r.forwards for r in results) > 2
 
 
 def test_training_runs_and_saves(tmp_path, monkeypatch):
-    """In bfloat16 autocast, the default there; the weights stay float32 and the loss stays finite."""
+    """In bfloat16 autocast, the default there, on float32 weights."""
     words = ["--model", ROOT / "toy/sft", "--data", ROOT / "toy/train.jsonl", "--out", tmp_path]
     words += ["--steps", 5, "--batch", 32, "--lr", 1e-3, "--device", "cuda"]
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])

@@ -133,14 +133,27 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("template", ["qwen2.5", "chatml"])
+OTHER = """{% for m in messages %}
+  {% if m.role == "user" %}
+    {{ eos_token }}{{ loop.index }} {{ m | tojson }}
+  {% else %}
+    {% continue %}
+  {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+Answer: {{ unknown_token }}
+{% endif %}
+"""  # what Qwen's template does not use: blocks on their own lines, tokens, tojson, loop controls
+
+
+@pytest.mark.parametrize("template", ["qwen2.5", "chatml", "other"])
 @pytest.mark.parametrize("where", ["settings", "file", "named"])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
     copy_tokenizer(tmp_path)
     chat = Chat(BASE)
-    text = (ROOT / "tests/fixtures/qwen2.5/chat_template.jinja").read_text()
-    text = text if template == "qwen2.5" else chat.template
+    qwen = (ROOT / "tests/fixtures/qwen2.5/chat_template.jinja").read_text()
+    text = {"qwen2.5": qwen, "chatml": chat.template, "other": OTHER}[template]
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     if where == "file":
         (tmp_path / "chat_template.jinja").write_text(text)
