@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -258,6 +259,22 @@ def test_the_table_over_tau(cli, data):
     assert status == 0 and first[0] == "1" and first[2] == "1.00" and float(fast[2]) > 2
     assert float(first[1].rstrip("%")) > 80
     one_line(cli(pareto, "--data", data), "row 1 lacks prompt or answer")
+
+
+def test_the_readme_is_true(capsys, monkeypatch):
+    """Its Python runs as printed, its links lead somewhere, its options exist."""
+    readme = (ROOT / "README.md").read_text()
+    monkeypatch.chdir(ROOT)
+    [code] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(code, {})
+    assert "The answer is 37." in capsys.readouterr().out
+    for link in re.findall(r"\]\(((?!http)[^)#]+)\)", readme):
+        assert (ROOT / link).exists(), link
+    for script in ("decode.py", "train.py"):
+        source = (ROOT / script).read_text()
+        for command in re.findall(rf"python {script} (.*)", readme):
+            for option in re.findall(r"(?<!\S)--[a-z-]+", command):
+                assert f'add("{option}"' in source, option
 
 
 def test_help_names_every_option(cli):
