@@ -207,10 +207,8 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
     if not block_size:
         return stream._replace(noisy=0 * clean)
     pos = pos[prompt:]
-    start = (pos + example.phase) // block_size * block_size - example.phase
-    start = start.clamp(
-        min=prompt
-    )  # without this the block that the prompt ends in could not see it
+    block_start = (pos + example.phase) // block_size * block_size - example.phase
+    start = block_start.clamp(min=prompt)  # or the block where the prompt ends would not see it
     doc, noisy = torch.zeros_like(pos), torch.full(pos.shape, weight)
     masks = Batch(doc + mask_id, pos, start, doc, x[prompt + 1 :], noisy, 0 * noisy)
     return Batch(*map(torch.cat, zip(stream, masks)))

@@ -153,6 +153,18 @@ def test_one_token_mode_is_greedy_ar():
         assert result.positions == len(prompt) + len(result.tokens) - 1  # no mask was computed
 
 
+def test_a_one_token_row_among_others_stays_one():
+    """Its confidence may be exactly 1, or its entropy exactly 0: only tau decides."""
+    model = tiny_model(random.Random(1))
+    head = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
+    head.weight.data *= 1e4  # every probability is 0 or 1
+    prompts = [random_prompt(random.Random(i), 6) for i in (0, 1)]
+    for metric, taus in (("probability", [1.0, 0.5]), ("entropy", [0.0, 0.5])):
+        one, other = generate(model, prompts, tau=taus, metric=metric, max_new=20)
+        assert one.accepted == [1] * len(one.tokens)
+        assert max(other.accepted) == 5
+
+
 @torch.inference_mode()
 def test_one_token_mode_is_greedy_ar_in_bfloat16(toy):
     """In the paper's code a probability of 0.9989 rounded to 1.0 in bfloat16 and passed tau = 1."""
