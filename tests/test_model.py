@@ -337,6 +337,23 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
     assert not list(checkpoint.glob("*.tmp"))
 
 
+def test_a_checkpoint_is_replaced_in_one_rename(checkpoint, monkeypatch):
+    """Killed between writing and renaming: whoever reads the directory still finds the old file."""
+    model, chat = load(str(checkpoint))
+    before = (checkpoint / "model.safetensors").read_bytes()
+    model.model.norm.weight.data += 1
+
+    def killed(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", killed)
+        save(model, chat, checkpoint)
+    assert (checkpoint / "model.safetensors").read_bytes() == before
+    save(model, chat, checkpoint)
+    assert (checkpoint / "model.safetensors").read_bytes() != before
+
+
 def test_hub_ids_are_downloaded(checkpoint, monkeypatch):
     """org/name goes to the hub; offline, or misspelt, that is one line."""
     asked = []

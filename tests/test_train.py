@@ -71,6 +71,35 @@ def test_response_only_masks_give_the_two_stream_loss():
         assert (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
 
 
+@torch.inference_mode()
+def test_look_ahead_is_what_a_decoder_would_guess():
+    """Against the plain way: for every window, the true prefix, then masks, then count the hits."""
+    right, count, B = [0] * 4, [0] * 4, 3
+    rng = random.Random(9)
+    model = tiny_model(rng)
+    examples = [random_example(rng, B) for _ in range(12)]
+    mask_id = model.config.mask_token_id
+
+    def hits(feed: list[int], at: int) -> list[int]:
+        hidden = model(torch.tensor([feed]), torch.arange(len(feed))[None], None)[0, at:]
+        return model.logits(hidden).argmax(-1).tolist()
+
+    for example in examples:
+        x, prompt = example.tokens, example.prompt
+        for at in range(prompt, len(x)):
+            right[0] += hits(x[:at], at - 1)[0] == x[at]
+            count[0] += 1
+        cuts = [p for p in range(prompt + 1, len(x)) if (p + example.phase) % B == 0]
+        for start, end in zip([prompt, *cuts], [*cuts, len(x)]):
+            guesses = hits(x[:start] + [mask_id] * (end - start), start)
+            for k, (guessed, true) in enumerate(zip(guesses, x[start + 1 : end + 1])):
+                right[1 + k] += guessed == true
+                count[1 + k] += 1
+    shares = train.look_ahead(model, examples, B)
+    assert shares == pytest.approx([r / c for r, c in zip(right, count)])
+    assert len(set(shares)) == 4
+
+
 def outputs(model, batch) -> torch.Tensor:
     return train.hidden_states(model, batch)[0]
 
