@@ -120,7 +120,7 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
         raise Unusable("no assistant turn")
     if not all(isinstance(m.get("content"), str) for m in messages):
         raise Unusable("content that is not text")
-    if not {m.get("role") for m in messages} <= chat.roles:
+    if not {str(m.get("role")) for m in messages} <= chat.roles:
         raise Unusable("a role that the chat template drops")
     try:
         prompt = chat.encode(chat.prompt(messages[:-1]))
@@ -163,6 +163,7 @@ class Dataset:
         return ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
 
     def stream(self) -> Iterator[Example]:
+        usable = False
         while True:
             epoch, at = divmod(self.consumed, len(self.training))
             if at == 0:
@@ -170,8 +171,9 @@ class Dataset:
             self.consumed += 1
             example = self.example(self.training[order[at]], epoch)
             if example:
+                usable = True
                 yield example
-            elif sum(self.skipped.values()) == self.consumed >= len(self.training):
+            elif not usable and self.consumed >= len(self.training):
                 raise UserError(f"{self.rows.path}: no usable row: {self.reasons()}")
 
 

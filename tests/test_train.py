@@ -224,6 +224,7 @@ def test_unusable_rows_are_counted_by_reason(chat):
         ({"messages": [turn]}, "no assistant turn"),
         ({"messages": [turn, {**reply, "content": None}]}, "content that is not text"),
         ({"messages": [{**turn, "role": "environment"}, reply]}, "a role that the chat template"),
+        ({"messages": [{**turn, "role": ["user"]}, reply]}, "a role that the chat template"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt longer than --max-length"),
     ):
         with pytest.raises(Unusable, match=reason):
@@ -253,10 +254,12 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
     assert [next(again) for _ in range(90)] == epochs[0] + epochs[1]
 
 
-def test_a_file_without_a_usable_row_stops(chat, tmp_path, monkeypatch):
-    rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * 3)
+@pytest.mark.parametrize("count", [3, 40])
+def test_a_file_without_a_usable_row_stops(chat, tmp_path, monkeypatch, count):
+    """With held-out rows among the skipped ones, the run once looked for a usable row for ever."""
+    rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * count)
     data = Dataset(rows, chat, 2, 1, arguments(monkeypatch, "--data", rows.path))
-    with pytest.raises(UserError, match="no usable row: 3 neither messages"):
+    with pytest.raises(UserError, match=f"no usable row: {count} neither messages"):
         next(data.stream())
 
 
