@@ -13,11 +13,12 @@ What is unusual here:
   * the last mask counts too: B masks are B + 1 candidates (the paper's decoder reads B of them);
   * every row has its own cursor in the cache (the paper's future work): no row waits for another, a
     finished row takes the next prompt at once, and a batch gives what its prompts give alone;
-  * a feed is always 2B + 1 wide: rows with fewer accepted tokens carry more masks, to no effect;
+  * after the prefill every feed is 2B + 1 wide: rows with fewer accepted tokens carry more masks;
   * `naive` does the same without a cache, one row at a time; the tests hold the loop to it.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -102,15 +103,19 @@ def prepare(model: Qwen2, prompts: list[list[int]], options: Options) -> list[Re
         value = getattr(options, name)
         if value is not None and not value >= least:
             raise UserError(f"{name} {value}: must be at least {least}")
+    if not math.isfinite(options.temperature) or not 0 <= options.seed < 2**62:
+        raise UserError(f"temperature {options.temperature}, seed {options.seed}: out of range")
     if model.config.mask_token_id is None:
         raise UserError("the model has no mask token; load it with model.load")
+    positions, words = model.config.max_position_embeddings, model.config.vocab_size
+    if (options.block or 0) > positions:
+        raise UserError(f"block {options.block}: the model has {positions} positions in all")
     taus = options.tau if isinstance(options.tau, Sequence) else [options.tau] * len(prompts)
     if len(taus) != len(prompts):
         raise UserError(f"{len(taus)} values of tau for {len(prompts)} prompts")
-    positions = model.config.max_position_embeddings
     for prompt in prompts:
-        if not prompt:
-            raise UserError("an empty prompt: there is nothing to continue")
+        if not prompt or not all(0 <= token < words for token in prompt):
+            raise UserError(f"a prompt must be token ids below {words}, at least one")
         if len(prompt) + options.max_new > positions:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {options.max_new} new ones exceed the "
@@ -167,6 +172,7 @@ def guess(
         for row, request in zip(noise, requests):
             if request:  # its own generator: no draw depends on a neighbour
                 row[: request.candidates].exponential_(generator=request.generator)
+        logits = logits - logits.amax(-1, keepdim=True)  # small temperatures must not overflow
         guesses = ((logits / options.temperature).softmax(-1) / noise).argmax(-1)
     tau = torch.tensor(
         [r.tau if r else 0 for r in requests], device=probs.device, dtype=probs.dtype
@@ -224,9 +230,9 @@ def stream(
     dtype = model.model.norm.weight.dtype
     cache = KVCache(model.config, len(live), capacity, model.device, dtype)
 
-    def advance(batch: list[Request | None], width: int, rows: slice):
+    def advance(batch: list[Request | None], width: int, where: slice):
         feeds = [request.last if request else [] for request in batch]
-        guesses, counts = guess(forward(model, cache, feeds, width, rows, C), batch, options)
+        guesses, counts = guess(forward(model, cache, feeds, width, where, C), batch, options)
         # The one place where the host waits for the device.
         for request, (*tokens, count) in zip(
             batch, torch.cat([guesses, counts[:, None]], 1).tolist()
@@ -328,15 +334,17 @@ def main() -> None:
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
     device, dtype = place(args.device, args.dtype)
-    if not args.model:
+    if args.model is None:
         note("toy/mars, the bundled model: word problems only (see --model)")
-    model, chat = load(args.model or str(TOY), device, dtype)
-    if not (plain or args.block or model.config.block_size):
+    model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
+    unknown = not (plain or args.block or model.config.block_size)
+    if unknown:
         note("config.json names no block_size: if the model never learnt masks, use --tau 1")
     messages = [{"role": "system", "content": args.system}] if args.system else []
     prompt = chat.encode(chat.prompt([*messages, {"role": "user", "content": args.prompt}]))
     options = Options(args.tau, args.metric, args.block, args.max_new, args.temperature, args.seed)
 
+    prepare(model, [prompt], options)
     next(stream(model, [prompt[:1]], options))  # the first forward pays for start-up, untimed
     text, result, began = TextStream(chat), None, time.perf_counter()
     try:
@@ -346,7 +354,7 @@ def main() -> None:
     finally:  # also after Ctrl-C: the text so far stays, with its statistics
         if result:
             print("\n" + statistics(result, time.perf_counter() - began))
-    if not plain and result.forwards >= 8 and result.tokens_per_forward < 1.05:
+    if not plain and not unknown and result.forwards >= 8 and result.tokens_per_forward < 1.05:
         note("this model accepts 1.0 tokens per forward; train it or use --tau 1")
 
 

@@ -38,11 +38,22 @@ def run(main: Callable[[], None]) -> None:
     """Call a script's main(); what the user can put right is one line and exit status 2."""
     try:
         main()
-    except (UserError, torch.OutOfMemoryError) as error:
-        print("error:", str(error).partition("\n")[0], file=sys.stderr)
-        sys.exit(2)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # as in `... | head`; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        line = str(error).strip().partition("\n")[0]
+        memory = (
+            isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in line
+        )
+        if isinstance(error, RuntimeError) and not memory:
+            raise
+        advice = "; use smaller batches, fewer rows or shorter texts" if memory else ""
+        print(f"error: {line or 'out of memory'}{advice}", file=sys.stderr)
+        sys.exit(2)
 
 
 def place(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
@@ -77,6 +88,17 @@ class Config:
     mask_token_id: int | None = None
     block_size: int | None = None  # the B of its MARS training, if it had any
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be; a comparison of shapes finds the rest."""
+        sizes = (self.vocab_size, self.hidden_size, self.intermediate_size, self.num_hidden_layers)
+        sizes += (self.num_attention_heads, self.num_key_value_heads, self.max_position_embeddings)
+        sizes += (self.block_size or 1,)
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"sizes must be whole numbers above 0, not {sizes}")
+        ends = [i for i in self.eos_token_id if isinstance(i, int) and 0 <= i < self.vocab_size]
+        if not ends or len(ends) < len(self.eos_token_id):
+            raise ValueError(f"eos_token_id {self.eos_token_id}: no tokens that could end a turn")
+
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
@@ -84,40 +106,37 @@ class Config:
 
 def read_config(directory: Path) -> Config:
     """config.json of transformers 4 or 5; what `Qwen2` would run wrongly is refused by name."""
-    path = directory / "config.json"
+    path, generation = directory / "config.json", directory / "generation_config.json"
     raw = read_json(path)
-    layers = raw.get("layer_types") or []
-    windowed = raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
-    windowed = "sliding_attention" in layers if layers else windowed
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    for unsupported, what in (
-        (
-            raw.get("model_type") not in ("qwen2", "a2d-qwen2"),
-            f"model_type {raw.get('model_type')!r}",
-        ),
-        (raw.get("hidden_act", "silu") != "silu", f"hidden_act {raw.get('hidden_act')!r}"),
-        (raw.get("use_sliding_window") and windowed, "sliding-window attention"),
-        (rope_type != "default", f"rope_type {rope_type!r}"),
-    ):
-        if unsupported:
-            raise UserError(f"{path}: {what} is not supported; this is Qwen2 and nothing else")
-    generation = directory / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     eos = raw.get("eos_token_id") if eos is None else eos
-    if eos is None:
-        raise UserError(
-            f"{path}: no eos_token_id, nor in generation_config.json: no turn would end"
-        )
-    raw["eos_token_id"] = (eos,) if isinstance(eos, int) else tuple(eos)
+    raw["eos_token_id"] = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    try:
+        return parse_config(raw)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: {str(error).rpartition('__init__() ')[2]}") from None
+
+
+def parse_config(raw: dict) -> Config:
+    """Raises ValueError for what is not supported, and other errors for what is not a config."""
+    layers, count = raw.get("layer_types"), raw.get("num_hidden_layers", 0)
+    windows = "sliding_attention" in layers if layers else raw.get("max_window_layers", 0) < count
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    used = {  # what else there is, and what Qwen2 has instead
+        "model_type": (raw.get("model_type"), ("qwen2", "a2d-qwen2")),
+        "hidden_act": (raw.get("hidden_act", "silu"), ("silu",)),
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), ("default",)),
+        "sliding-window attention": (bool(raw.get("use_sliding_window") and windows), (False,)),
+    }
+    for name, (value, supported) in used.items():
+        if value not in supported:
+            raise ValueError(
+                f"{name} {value!r} is not supported, only {' or '.join(map(str, supported))}"
+            )
     raw["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta"))  # transformers 5 nests it
     raw["num_key_value_heads"] = raw.get("num_key_value_heads") or raw.get("num_attention_heads")
-    try:
-        return Config(**{k: raw[k] for k in Config.__dataclass_fields__ if raw.get(k) is not None})
-    except (
-        TypeError
-    ) as error:  # "...__init__() missing 1 required positional argument: 'rope_theta'"
-        raise UserError(f"{path}: {str(error).partition('() ')[2]}") from None
+    raw["eos_token_id"] = tuple(raw["eos_token_id"])
+    return Config(**{k: raw[k] for k in Config.__dataclass_fields__ if raw.get(k) is not None})
 
 
 # ----------------------------------------------------------------------------------------- the mask
@@ -270,17 +289,20 @@ def initialize(config: Config, seed: int) -> Qwen2:
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {str(content)[:40]}")
+    return content
 
 
 def locate(name: str) -> Path:
     """The directory `name`, or that repository of the hub, downloaded unless it is in the cache."""
-    if Path(name).is_dir():
+    if name and len(name) < 1000 and Path(name).is_dir():
         return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"{name}: no such directory, and not a hub id (org/name)")
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name):
+        raise UserError(f"{name[:200]!r}: no such directory, and not a hub id (org/name)")
     from huggingface_hub import snapshot_download  # slow to import, and only needed here
 
     try:
@@ -295,7 +317,7 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
     files, tensors = {"model.safetensors"}, {}
     index = directory / "model.safetensors.index.json"
     if index.exists() and not (directory / "model.safetensors").exists():
-        files = set(read_json(index).get("weight_map", {}).values())
+        files = set(map(str, dict(read_json(index).get("weight_map") or {}).values()))
     for path in sorted(directory / file for file in files):
         try:
             with safe_open(path, framework="pt", device=str(device)) as shard:
@@ -326,20 +348,26 @@ def load_model(directory: Path, device="cpu", dtype=torch.float32) -> Qwen2:
     return model
 
 
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path`, flush, rename: a reader sees the old file or the new one, both whole."""
-    temporary = path.with_name(path.name + ".tmp")
+def replace(writers: dict[Path, Callable[[Path], object]]) -> None:
+    """Write all files beside their places, flush, then rename: a failure leaves the old ones."""
+    temporaries = {path: path.with_name(path.name + ".tmp") for path in writers}
+    umask = os.umask(0)
+    os.umask(umask)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        with open(temporary, "r+b") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # safetensors leaves files that only their owner can read
-        os.replace(temporary, path)
+        for path, write in writers.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporaries[path])
+            with open(temporaries[path], "r+b") as file:
+                os.fsync(file.fileno())
+            temporaries[path].chmod(0o666 & ~umask)  # safetensors' are for their owner only
+        for path, temporary in temporaries.items():
+            os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not saved ({error}); what was there before is intact") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def save(model: Qwen2, chat: "Chat", directory: Path, dtype=torch.bfloat16) -> None:
@@ -359,11 +387,13 @@ def save(model: Qwen2, chat: "Chat", directory: Path, dtype=torch.bfloat16) -> N
         "tokenizer_config.json": json.dumps(chat.settings, indent=2, ensure_ascii=False),
         "chat_template.jinja": chat.template,
     }
-    for name, text in texts.items():
-        replace(directory / name, lambda path, text=text: path.write_text(text, encoding="utf-8"))
     tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.state_dict().items()}
-    weights = directory / "model.safetensors"
-    replace(weights, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    writers = {
+        directory / name: functools.partial(Path.write_text, data=text, encoding="utf-8")
+        for name, text in texts.items()
+    }
+    weights = functools.partial(save_file, tensors, metadata={"format": "pt"})
+    replace({directory / "model.safetensors": weights, **writers})
 
 
 # --------------------------------------------------------------------------------------------- chat
@@ -387,13 +417,13 @@ class Chat:
         settings, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         self.settings = read_json(settings) if settings.exists() else {}
         self.template = self.settings.pop("chat_template", None) or CHATML
-        if isinstance(self.template, list):  # several, by name
-            self.template = {t["name"]: t["template"] for t in self.template}["default"]
-        if template.exists():
-            self.template = template.read_text(encoding="utf-8")
         try:
+            if isinstance(self.template, list):  # several, by name
+                self.template = {t["name"]: t["template"] for t in self.template}["default"]
+            if template.exists():
+                self.template = template.read_text(encoding="utf-8")
             self.render = self._compile()
-        except TemplateError as error:
+        except (TemplateError, OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{directory}: the chat template is damaged ({error})") from None
 
     def _compile(self) -> Callable[..., str]:
@@ -411,26 +441,22 @@ class Chat:
         names["raise_exception"] = raise_exception
         return jinja.from_string(self.template, globals=names).render
 
+    @property
+    def mask_id(self) -> int | None:
+        return self.tokenizer.token_to_id(MASK)
+
     def prompt(self, messages: list[dict]) -> str:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
         try:
             return self.render(messages=messages, add_generation_prompt=True)
-        except TemplateError as error:
+        except Exception as error:  # a stranger's program may fail in any way
             raise UserError(f"the chat template refuses this conversation: {error}") from None
 
-    @functools.cached_property
-    def roles(self) -> set[str]:
-        """The roles whose text the template shows; Qwen2.5's silently drops the others."""
-
-        def shown(role: str) -> bool:
-            with contextlib.suppress(UserError):
-                turns = [{"role": role, "content": "0?0"}, {"role": "user", "content": "."}]
-                return "0?0" in self.prompt(turns)
-
-        return {role for role in ("system", "user", "assistant", "tool") if shown(role)}
-
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError:  # half of a surrogate pair, from broken JSON or a broken terminal
+            raise UserError(f"not valid Unicode: {text[:40]!a}") from None
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids without special tokens."""
@@ -439,10 +465,16 @@ class Chat:
 
 def add_mask_token(model: Qwen2, chat: Chat) -> None:
     """Find the tokenizer's `<|mask|>`, or add it: in the first free embedding row or a new one."""
+    config, words = model.config, chat.tokenizer.get_vocab()
+    largest = max((id for word, id in words.items() if word != MASK), default=0)
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"token id {largest} of the tokenizer exceeds vocab_size {config.vocab_size}"
+        )
     chat.tokenizer.add_special_tokens([AddedToken(MASK, normalized=False, special=True)])
-    config, mask_id = model.config, chat.tokenizer.token_to_id(MASK)
-    missing = max(0, mask_id + 1 - config.vocab_size)
-    config.mask_token_id, config.vocab_size = mask_id, config.vocab_size + missing
+    config.mask_token_id = chat.mask_id
+    missing = max(0, config.mask_token_id + 1 - config.vocab_size)
+    config.vocab_size += missing
     matrices = [model.model.embed_tokens, *([] if config.tie_word_embeddings else [model.lm_head])]
     for matrix in matrices if missing else ():
         mean = matrix.weight.data.mean(0, keepdim=True)  # a new word starts as the average one

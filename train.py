@@ -17,6 +17,7 @@ What is unusual here:
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -64,8 +65,9 @@ class Rows:
         self.path, self.offsets, offset = path, array("Q"), 0
         try:
             self.file = open(path, "rb")
+            self.file.seek(0)  # rows are read in any order, which a pipe cannot give
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
         for number, line in enumerate(tqdm(self.file, desc=str(path), leave=False, delay=2), 1):
             if line.strip():
                 self._parse(line, number)
@@ -77,7 +79,7 @@ class Rows:
     def _parse(self, line: bytes, number: int) -> dict:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self.path}:{number}: not JSON ({error})") from None
         if not isinstance(row, dict):
             raise UserError(f"{self.path}:{number}: not a JSON object but {str(row)[:40]}")
@@ -120,15 +122,18 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
         raise Unusable("no assistant turn")
     if not all(isinstance(m.get("content"), str) for m in messages):
         raise Unusable("content that is not text")
-    if not {str(m.get("role")) for m in messages} <= chat.roles:
-        raise Unusable("a role that the chat template drops")
     try:
-        prompt = chat.encode(chat.prompt(messages[:-1]))
+        text = chat.prompt(messages[:-1])
+        prompt, response = chat.encode(text), chat.encode(messages[-1]["content"])
     except UserError:
-        raise Unusable("refused by the chat template") from None
-    if len(prompt) >= max_length:
+        raise Unusable("refused by the chat template or the tokenizer") from None
+    if not all(m["content"].strip() in text for m in messages[:-1]):
+        raise Unusable("a turn that the chat template drops")  # Qwen2.5's does so with some roles
+    if chat.mask_id in response:
+        raise Unusable("a mask token in the response")  # it can never be predicted
+    if not 0 < len(prompt) < max_length:
         raise Unusable("prompt longer than --max-length")
-    tokens = prompt + chat.encode(messages[-1]["content"]) + [eos]
+    tokens = prompt + response + [eos]
     return Example(tokens[:max_length], len(prompt))  # a cut response loses its end-of-turn target
 
 
@@ -293,6 +298,10 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+POSTFIX = ("step", "noisy", "clean", "tokens_per_s")
+
+
 class Trainer:
     """One run: the model, its data, the optimizer, and log.jsonl with a line per step."""
 
@@ -304,7 +313,13 @@ class Trainer:
         )
         autocast = dtype == torch.bfloat16  # of the arithmetic; the weights stay float32
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=autocast)
-        self.total = args.steps * args.batch if args.steps else args.epochs * len(data.training)
+        self.steps, self.progress_before, self.saved = 0, 0.0, "no model yet"
+
+    def progress(self) -> float:
+        """Share of the run that is done: of --steps, or else of the rows of all epochs."""
+        if self.args.steps:
+            return self.steps / self.args.steps
+        return self.data.consumed / (self.args.epochs * len(self.data.training))
 
     def step(self, examples: list[Example]) -> dict[str, float]:
         """One update from the examples of a global step; returns what it measured."""
@@ -321,7 +336,9 @@ class Trainer:
             (noisy + args.ar_weight * clean if self.block_size else clean).backward()
             sums += torch.stack([noisy, clean]).detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        rate = learning_rate(args.lr, self.data.consumed / self.total, args.warmup)
+        before, self.steps = self.progress_before, self.steps + 1
+        self.progress_before = self.progress()
+        rate = learning_rate(args.lr, (before + self.progress_before) / 2, args.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -333,39 +350,46 @@ class Trainer:
     def checkpoint(self) -> dict[str, list[float]]:
         """Save, and measure the held-out examples."""
         save(self.model, self.chat, self.args.out)
+        self.saved = f"the model of step {self.steps}"
         if not self.data.held_out:
             return {}
         with self.autocast:
             right = look_ahead(self.model, self.data.held_out, self.block_size)
+        shares = "  ".join(f"{share:.3f}" for share in right)
+        tqdm.write(f"step {self.steps}: right 1, 2, ... tokens ahead: {shares}")
         return {"look_ahead": [round(share, 4) for share in right]}
 
     def run(self) -> None:
-        args, data, stream = self.args, self.data, self.data.stream()
+        args, stream = self.args, self.data.stream()
+        stream = itertools.chain([next(stream)], stream)  # no usable row: stop before any file
         try:
             args.out.mkdir(parents=True, exist_ok=True)
             log = open(args.out / "log.jsonl", "w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--out {args.out}: cannot be written to ({error.strerror})") from None
-        with log, tqdm(total=self.total, unit=" rows", desc=args.objective) as bar:
-            step = 0
-            while data.consumed < self.total:
-                step, began = step + 1, time.perf_counter()
-                examples = [next(stream) for _ in range(args.batch)]
-                record = {"step": step, **self.step(examples)}
-                seconds = time.perf_counter() - began
-                record["tokens_per_s"] = round(sum(len(e.tokens) for e in examples) / seconds)
-                record["memory_gib"] = round(peak_memory(self.model.device), 2)
-                if step % args.save_every == 0 or data.consumed >= self.total:
-                    record |= self.checkpoint()
-                    if "look_ahead" in record:
-                        tqdm.write(f"step {step}: right by look-ahead: {record['look_ahead']}")
-                log.write(json.dumps(record) + "\n")
-                log.flush()
-                bar.set_postfix({k: v for k, v in record.items() if k in ("noisy", "clean")})
-                bar.update(min(data.consumed, self.total) - bar.n)
-        if data.skipped:
-            print(f"skipped rows: {data.reasons()}")
-        print(f"{args.out}: model after {step} steps, and log.jsonl")
+        with log, tqdm(total=100, unit="%", desc=args.objective, bar_format=BAR) as bar:
+            try:
+                while self.steps == 0 or self.progress() < 1:
+                    record = self.timed_step([next(stream) for _ in range(args.batch)])
+                    if self.steps % args.save_every == 0 or self.progress() >= 1:
+                        record |= self.checkpoint()
+                    log.write(json.dumps(record) + "\n")
+                    log.flush()
+                    bar.set_postfix({k: v for k, v in record.items() if k in POSTFIX})
+                    bar.update(100 * min(1.0, self.progress()) - bar.n)
+            finally:  # after Ctrl-C too
+                bar.close()
+                if self.data.skipped:
+                    print(f"skipped rows: {self.data.reasons()}")
+                print(f"{self.steps} steps; {args.out} holds {self.saved}")
+
+    def timed_step(self, examples: list[Example]) -> dict:
+        began = time.perf_counter()
+        record = self.step(examples)
+        seconds = time.perf_counter() - began
+        record["tokens_per_s"] = round(sum(len(e.tokens) for e in examples) / seconds)
+        record["memory_gib"] = round(peak_memory(self.model.device), 2)
+        return {"step": self.steps, **record}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -378,7 +402,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="directory or hub id to start from")
     add("--from-scratch", action="store_true", help="use only its config and tokenizer")
-    add("--out", type=Path, default=Path("out"), help="directory of checkpoint and log.jsonl")
+    add("--out", type=Path, default="out", help="directory of checkpoint (bfloat16) and log.jsonl")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
     add("--block", type=int, default=4, help="B, the number of masks in a window")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
@@ -399,15 +423,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
     args = parser.parse_args()
-    least = dict.fromkeys(
-        ("block", "epochs", "batch", "micro_batch", "max_length", "save_every"), 1
-    )
-    least |= {"steps": 1, "held_out": 0, "lr": 0, "warmup": 0, "clip": 0, "ar_weight": 0}
+    least = dict.fromkeys(("block", "epochs", "steps", "batch", "micro_batch", "max_length"), 1)
+    least |= {"save_every": 1, "held_out": 0, "lr": 0, "warmup": 0, "clip": 1e-6, "ar_weight": 0}
+    below = {"warmup": 1, "lr": 1e3}
     for name, low in least.items():
-        value, high = getattr(args, name), 1 if name == "warmup" else math.inf
+        value, high = getattr(args, name), below.get(name, math.inf)
         if value is not None and not low <= value < high:
-            bounds = f"at least {low}" + (f" and below {high}" if name == "warmup" else "")
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be {bounds}")
+            option = "--" + name.replace("_", "-")
+            raise UserError(f"{option} {value}: must be at least {low} and below {high}")
     return args
 
 
@@ -422,8 +445,7 @@ def main() -> None:
         model.to(device)
     else:
         model, chat = load(args.model, device, torch.float32)
-    if args.objective == "mars":
-        model.config.block_size = args.block
+    model.config.block_size = args.block if args.objective == "mars" else None
     phases = args.block if args.block_phase == "random" else 1
     data = Dataset(rows, chat, model.config.eos_token_id[0], phases, args)
     size = sum(p.numel() for p in model.parameters()) / 1e6

@@ -12,9 +12,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from decode import METRICS, Result, generate
+from decode import METRICS, Result, generate, plain_ar
 from model import UserError, load, place, run
 from train import Rows
+
+ROOT = Path(__file__).parent.parent
 
 
 def last_number(text: str) -> str | None:
@@ -33,8 +35,8 @@ def main() -> None:
     )
     add = parser.add_argument
     # fmt: off
-    add("--model", default="toy/mars", help="directory or hub id")
-    add("--data", type=Path, default="toy/test.jsonl", help='JSONL with "prompt" and "answer"')
+    add("--model", default=str(ROOT / "toy/mars"), help="directory or hub id")
+    add("--data", type=Path, default=ROOT / "toy/test.jsonl", help='JSONL, "prompt" and "answer"')
     add("--tau", type=float, nargs="+", default=[1, .95, .9, .8, .7, .6, .5], help="thresholds")
     add("--metric", choices=METRICS, default="probability", help="of confidence")
     add("--block", type=int, help="masks per forward; None is what the checkpoint was trained with")
@@ -47,9 +49,13 @@ def main() -> None:
     args = parser.parse_args()
 
     rows = list(Rows(args.data))[: args.limit]
+    if not rows or (args.limit or 1) < 1:
+        raise UserError(f"--limit {args.limit}: must be at least 1")
     for number, row in enumerate(rows, 1):
-        if not {"prompt", "answer"} <= row.keys():
+        if not isinstance(row.get("prompt"), str) or "answer" not in row:
             raise UserError(f"{args.data}: row {number} lacks prompt or answer")
+    for tau in args.tau:
+        plain_ar(tau, args.metric)  # raises for one that cannot be, before the table begins
     model, chat = load(args.model, *place(args.device, args.dtype))
     turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
     prompts = [chat.encode(chat.prompt(turn)) for turn in turns]
@@ -59,7 +65,7 @@ def main() -> None:
     for tau in args.tau:
         results = generate(model, prompts, args.rows, tau=tau, **options)
         texts = [chat.decode(result.tokens) for result in results]
-        right = sum(last_number(text) == row["answer"] for text, row in zip(texts, rows))
+        right = sum(last_number(text) == str(row["answer"]) for text, row in zip(texts, rows))
         accuracy, speed = right / len(rows), tokens_per_forward(results)
         print(f"| {tau:4g} | {accuracy:8.1%} | {speed:14.2f} |", flush=True)
 

@@ -125,9 +125,12 @@ BREAKAGES = {
     ),
     "sliding window": (
         lambda d: set_config(d, use_sliding_window=True, max_window_layers=0),
-        "sliding-window attention is not supported",
+        "sliding-window attention True is not supported",
     ),
-    "no end of turn": (lambda d: set_config(d, eos_token_id=None), "no eos_token_id"),
+    "no end of turn": (
+        lambda d: set_config(d, eos_token_id=None),
+        "no tokens that could end a turn",
+    ),
     "config.json damaged": (
         lambda d: truncate(d / "config.json") or (d / "config.json").write_text("{"),
         "config.json: cannot be read",
@@ -160,7 +163,7 @@ def test_broken_checkpoints(cli, broken, how):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--model", "no/such/place"), "no/such/place: no such directory"),
+        (("--model", "no/such/place"), "'no/such/place': no such directory"),
         (("--tau", "1.5"), "tau 1.5: must be between 0 and 1"),
         (("--tau", "-0.5"), "tau -0.5: must be between 0 and 1"),
         (("--tau", "nan"), "tau nan"),
@@ -221,7 +224,7 @@ def test_bad_data(cli, tmp_path, data, content, message):
         (("--lr", "nan"), "--lr nan: must be at least 0"),
         (("--warmup", 1), "--warmup 1.0: must be at least 0 and below 1"),
         (("--held-out", -1), "--held-out -1: must be at least 0"),
-        (("--model", "no/such/place"), "no/such/place: no such directory"),
+        (("--model", "no/such/place"), "'no/such/place': no such directory"),
         (("--data", "/"), "/: cannot be read (Is a directory)"),
     ],
 )

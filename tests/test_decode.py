@@ -227,6 +227,22 @@ def test_acceptance_by_hand():
             assert accepted_lengths(confidence, torch.tensor([tau]), metric).tolist() == [length]
 
 
+def test_guesses_at_a_temperature_by_hand():
+    """Drawn from p^(1/T), each position for itself; confidence is the drawn token's p at T = 1."""
+    p = torch.tensor([0.5, 0.3, 0.2])
+    options, draws = Options(temperature=0.5, tau=0.25, block=1), 3000
+    model = tiny_model(random.Random(0))
+    requests = prepare(model, [[2]] * draws, options)
+    tokens, counts = guess(p.log().expand(draws, 2, 3), requests, options)
+    expected = draws * p**2 / (p**2).sum()
+    for position in (0, 1):
+        drawn = torch.bincount(tokens[:, position], minlength=3)
+        assert ((drawn - expected) ** 2 / expected).sum() < 13.8  # p = 0.001, 2 degrees of freedom
+    assert torch.equal(counts == 2, p[tokens[:, 1]] >= 0.25)
+    cold = Options(temperature=1e-30, tau=0.25, block=1)  # must not overflow into NaN
+    assert (guess(p.log().expand(draws, 2, 3), requests, cold)[0] == 0).all()
+
+
 def test_temperature_one_draws_from_the_softmax():
     """Plain AR at T = 1: the first token over many seeds against its probabilities (chi-square)."""
     rng = random.Random(7)
@@ -271,6 +287,12 @@ def test_cache_refuses_what_does_not_fit():
         cache.rewind(0, 5)
 
 
+@pytest.mark.parametrize("prompt", [[], [2, 8], [-1]])
+def test_prompts_that_cannot_run(prompt):
+    with pytest.raises(UserError, match="must be token ids below 8, at least one"):
+        generate(tiny_model(random.Random(0)), [[2], prompt])
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -284,10 +306,11 @@ def test_cache_refuses_what_does_not_fit():
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"rows": 0}, "rows 0"),
         ({"tau": [0.5, 0.6]}, "2 values of tau for 1 prompts"),
+        ({"block": 1000}, "the model has 512 positions in all"),
+        ({"temperature": float("inf")}, "out of range"),
+        ({"seed": 2**70}, "out of range"),
     ],
 )
 def test_options_that_cannot_run(options, message):
     with pytest.raises(UserError, match=message):
         generate(tiny_model(random.Random(0)), [[2, 3]], **options)
-    with pytest.raises(UserError, match="empty prompt"):
-        generate(tiny_model(random.Random(0)), [[2], []])

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import transformers
 from common import ROOT, tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -12,7 +13,6 @@ from tokenizers import Tokenizer
 from decode import generate
 from model import Chat, Config, UserError, add_mask_token, initialize, load, load_model, save
 
-transformers = pytest.importorskip("transformers")
 BASE = ROOT / "toy/base"
 
 
@@ -177,7 +177,6 @@ def test_chatml_and_the_roles_a_template_shows(tmp_path):
     )
     template = (ROOT / "tests/fixtures/qwen2.5/chat_template.jinja").read_text()
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert Chat(tmp_path).roles == {"system", "user", "assistant", "tool"}
     dropped = Chat(tmp_path).prompt([{"role": "environment", "content": "12"}])
     assert "12" not in dropped
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only users here') }}")
@@ -229,6 +228,12 @@ def edit_tensors(directory, change) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type"),
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "missing .* 'rope_theta'"),
         ({"hidden_size": "absent"}, "missing .* 'hidden_size'"),
+        ({"vocab_size": "640"}, "sizes must be whole numbers above 0"),
+        ({"num_attention_heads": 0}, "sizes must be whole numbers above 0"),
+        ({"block_size": -4}, "sizes must be whole numbers above 0"),
+        ({"rope_parameters": "default"}, "config.json: "),
+        ({"layer_types": 3}, "config.json: "),
+        ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
         (
             {"intermediate_size": 8},
             r"mlp.down_proj.weight: expected \(\d+, 8\), found \(\d+, \d\d\)",
@@ -243,6 +248,52 @@ def test_configs_that_are_refused(checkpoint, changes, message):
     edit_config(checkpoint, **changes)
     with pytest.raises(UserError, match=message):
         load(str(checkpoint))
+
+
+@pytest.mark.parametrize("eos", [[], ["2"], "2", [9999], [-1]])
+def test_ends_that_could_not_end_a_turn(checkpoint, eos):
+    """Such a model would run on to the limit without a word."""
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UserError, match="no tokens that could end a turn"):
+        load(str(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_json_that_is_no_object(checkpoint, name):
+    (checkpoint / name).write_text("[]")
+    with pytest.raises(UserError, match=f"{name}: expected a JSON object"):
+        load(str(checkpoint))
+
+
+def test_a_tokenizer_of_another_model(checkpoint):
+    """Its ids would lie outside of the embedding: an IndexError at the first such word."""
+    model, chat = load(str(checkpoint))
+    for name in ("embed_tokens",):
+        matrix = getattr(model.model, name)
+        matrix.weight = torch.nn.Parameter(matrix.weight[:100])
+    model.config.vocab_size = 100
+    with pytest.raises(UserError, match="token id 631 .* exceeds vocab_size 100"):
+        add_mask_token(model, chat)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ messages[7].content.x }}"]
+)
+def test_templates_that_fail_in_any_way(checkpoint, template):
+    (checkpoint / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match="refuses this conversation"):
+        Chat(checkpoint).prompt(CONVERSATIONS["one turn"])
+
+
+def test_templates_that_cannot_be_read(checkpoint):
+    (checkpoint / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="chat template is damaged"):
+        Chat(checkpoint)
+    (checkpoint / "chat_template.jinja").unlink()
+    named = {"chat_template": [{"name": "tools", "template": ""}]}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(UserError, match="chat template is damaged"):
+        Chat(checkpoint)
 
 
 def test_config_forms_that_are_accepted(checkpoint):
@@ -264,7 +315,7 @@ def test_config_forms_that_are_accepted(checkpoint):
     edit_config(checkpoint, eos_token_id=[2, 0])
     assert load(str(checkpoint))[0].config.eos_token_id == (2, 0)
     edit_config(checkpoint, eos_token_id=None)
-    with pytest.raises(UserError, match="no eos_token_id"):
+    with pytest.raises(UserError, match="no tokens that could end a turn"):
         load(str(checkpoint))
 
 
@@ -308,7 +359,7 @@ def test_the_mask_takes_a_free_row_or_a_new_one(tmp_path):
     for tied in (True, False):
         for rows in (size + 3, size):
             model, chat = (
-                initialize(Config(rows, 8, 8, 1, 2, 1, 64, 1e4, 1e-6, tied), 0),
+                initialize(Config(rows, 8, 8, 1, 2, 1, 64, 1e4, 1e-6, tied, 0.02, (2,)), 0),
                 Chat(tmp_path),
             )
             before = model.model.embed_tokens.weight.clone()
@@ -316,15 +367,21 @@ def test_the_mask_takes_a_free_row_or_a_new_one(tmp_path):
             assert model.config.mask_token_id == size == chat.tokenizer.token_to_id("<|mask|>")
             assert model.config.vocab_size == max(rows, size + 1)
             assert torch.equal(model.model.embed_tokens.weight[:rows], before)
+            new = model.model.embed_tokens.weight[rows:]
+            assert torch.allclose(new, before.mean(0).expand_as(new))
             out = logits(model, torch.tensor([[4, size]]))
             assert out.shape[-1] == model.config.vocab_size
             assert out[..., size].max() == float("-inf") and out[..., :size].isfinite().all()
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
-    """Disk full in the middle of the weights: one line, the old file whole, no temporary left."""
+    """Disk full in the middle of the weights: all old files whole, of one save, nothing beside.
+
+    The config once was replaced before the weights were written: a new one beside old weights.
+    """
     model, chat = load(str(checkpoint))
-    before = (checkpoint / "model.safetensors").read_bytes()
+    model.config.block_size, chat.template = 99, "changed"
+    before = {path: path.read_bytes() for path in checkpoint.iterdir()}
 
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
@@ -333,8 +390,9 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
     monkeypatch.setattr("model.save_file", full)
     with pytest.raises(UserError, match="not saved .*No space left"):
         save(model, chat, checkpoint)
-    assert (checkpoint / "model.safetensors").read_bytes() == before
-    assert not list(checkpoint.glob("*.tmp"))
+    assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+    with pytest.raises(UserError, match="not saved"):  # a file where a directory should be
+        save(model, chat, checkpoint / "config.json" / "below")
 
 
 def test_a_checkpoint_is_replaced_in_one_rename(checkpoint, monkeypatch):

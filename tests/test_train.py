@@ -1,6 +1,9 @@
 """The MARS loss against the paper's two-stream form, the mask rule, the data, the training loop."""
 
+import itertools
 import json
+import math
+import os
 import random
 import re
 import sys
@@ -10,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import ROOT, cases, random_prompt, tiny_model
+from safetensors.torch import load_file
 
 import train
 from decode import generate
@@ -178,6 +182,14 @@ def test_rows_are_found_by_byte_offset(tmp_path):
     assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
 
 
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it does not wait
+    with pytest.raises(UserError, match="pipe: cannot be read"):
+        Rows(tmp_path / "pipe")
+    os.close(writer)
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -223,12 +235,25 @@ def test_unusable_rows_are_counted_by_reason(chat):
         ({"messages": []}, "no assistant turn"),
         ({"messages": [turn]}, "no assistant turn"),
         ({"messages": [turn, {**reply, "content": None}]}, "content that is not text"),
-        ({"messages": [{**turn, "role": "environment"}, reply]}, "a role that the chat template"),
-        ({"messages": [{**turn, "role": ["user"]}, reply]}, "a role that the chat template"),
+        ({"prompt": "Hi", "response": "half \ud83d"}, "refused by the chat template or the token"),
+        ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask token in the response"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt longer than --max-length"),
     ):
         with pytest.raises(Unusable, match=reason):
             encode(row, chat, 2, 512)
+
+
+def test_a_turn_that_the_template_drops(chat, tmp_path):
+    """Qwen2.5's shows no role that it does not know, without a word; ChatML shows all of them."""
+    template = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
+    (tmp_path / "chat_template.jinja").write_bytes(template.read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((ROOT / "toy/base/tokenizer.json").read_bytes())
+    tool = {"role": "environment", "content": " 12 "}
+    row = {"messages": [{"role": "user", "content": "Hi"}, tool]}
+    row["messages"].append({"role": "assistant", "content": "Hello"})
+    assert "12" in chat.decode(encode(row, chat, 2, 512).tokens)
+    with pytest.raises(Unusable, match="a turn that the chat template drops"):
+        encode(row, Chat(tmp_path), 2, 512)
 
 
 def arguments(monkeypatch, *words: object):
@@ -285,6 +310,70 @@ def test_how_a_step_is_cut_changes_nothing(chat, monkeypatch):
             assert (new_weights[0] - other).abs().max() < 1e-6
 
 
+def test_a_step_by_hand(monkeypatch):
+    """The loss and its weights, clipping, AdamW and the learning rate, written out plainly."""
+    block, rng = 3, random.Random(3)
+    examples = [random_example(rng, block) for _ in range(5)]
+    words = ("--data", "x", "--ar-weight", 0.3, "--lr", 0.02, "--warmup", 0, "--clip", 0.5)
+    for normalization in ("sequence", "token"):
+        args = arguments(
+            monkeypatch, *words, "--steps", 4, "--micro-batch", 2, "--normalization", normalization
+        )
+        ours, theirs = tiny_model(random.Random(1)), tiny_model(random.Random(1))
+        ours.config.block_size = block
+        data = type("Data", (), {"consumed": 0})
+        trainer = Trainer(ours, None, data, torch.float32, args)
+        optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        for step in range(4):
+            record = trainer.step(examples)
+            sums = [two_stream_loss(theirs, example, block) for example in examples]
+            share = [e.targets * len(examples) for e in examples]
+            if normalization == "token":
+                share = [sum(e.targets for e in examples)] * len(examples)
+            noisy, clean = (sum(s[i] / n for s, n in zip(sums, share)) for i in (0, 1))
+            optimizer.zero_grad()
+            (noisy + 0.3 * clean).backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (1 + math.cos(math.pi * (step + 0.5) / 4))
+            optimizer.step()
+            assert record["noisy"] == pytest.approx(noisy.item(), abs=1e-4)
+            assert record["clean"] == pytest.approx(clean.item(), abs=1e-4)
+        for mine, yours in zip(ours.parameters(), theirs.parameters()):
+            assert (mine - yours).abs().max() < 1e-5
+
+
+def test_bfloat16_is_of_the_arithmetic_only(chat, tmp_path, monkeypatch):
+    """--dtype bfloat16 changes the loss a little and no weight's type; checkpoints are bfloat16."""
+    clean = []
+    for dtype in ("float32", "bfloat16"):
+        words = ["--data", ROOT / "toy/train.jsonl", "--model", ROOT / "toy/sft", "--batch", 2]
+        words += ["--out", tmp_path, "--steps", 1, "--dtype", dtype, "--held-out", 1]
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+        train.main()
+        clean.append(json.loads((tmp_path / "log.jsonl").read_text())["clean"])
+        saved = load_file(tmp_path / "model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert 0 < abs(clean[0] - clean[1]) < 0.05
+
+
+def test_a_fixed_phase_is_the_papers_grid(chat, tmp_path, monkeypatch):
+    rows = write(tmp_path / "d.jsonl", 30 * [{"prompt": "?", "response": "12"}])
+    seen = {}
+    monkeypatch.setattr(
+        train.Trainer, "run", lambda self: seen.update({self.args.block_phase: self.data})
+    )
+    for phase in ("fixed", "random"):
+        words = ["--data", rows.path, "--model", ROOT / "toy/sft", "--block-phase", phase]
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+        train.main()
+    fixed, drawn = (
+        {example.phase for example in itertools.islice(seen[phase].stream(), 25)}
+        for phase in ("fixed", "random")
+    )
+    assert fixed == {0} and drawn == {0, 1, 2, 3}
+
+
 def test_learning_rate():
     rates = [train.learning_rate(2.0, progress / 100, 0.1) for progress in range(101)]
     assert rates[0] == 0 and rates[5] == pytest.approx(1.0) and rates[10] == pytest.approx(2.0)
@@ -292,6 +381,20 @@ def test_learning_rate():
     assert all(a > b for a, b in zip(rates[10:], rates[11:]))
     overrun = train.learning_rate(2.0, 1.3, 0.1)  # the last step may skip rows, past the end
     assert overrun == pytest.approx(0)
+
+
+def test_steps_are_steps(chat, tmp_path, monkeypatch):
+    """Half of the rows cannot be used: --steps 5 once took 3 steps, for it counted rows."""
+    rows = write(tmp_path / "d.jsonl", 20 * [{"prompt": "?", "response": "12"}, {"text": "12"}])
+    words = ("--data", rows.path, "--model", ROOT / "toy/sft", "--out", tmp_path, "--batch", 3)
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words), "--steps", "5"])
+    train.main()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [1, 2, 3, 4, 5] and log[-1]["lr"] > 0
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words), "--epochs", "2"])
+    train.main()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert 11 <= len(log) <= 13  # 36 rows and 2 epochs, half of them usable, 3 to a step
 
 
 def test_from_scratch_to_several_tokens_per_forward(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ THINGS += "badges melons ribbons".split()
 BOXES = "boxes bags baskets packs jars trays".split()
 
 # {n} name, {they} She or He, {t} things, {c} boxes, {a} {b} numbers, {r} the result of the step.
-# Earlier phrasings are likelier: the odds of the first three are 6 : 3 : 1.
+# The odds of the three phrasings are 6 : 3 : 1.
 START = [
     "{n} has {a} {t}.",
     "There are {a} {t} on the table of {n}.",
@@ -203,6 +203,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="write only a training file, of this many rows")
     parser.add_argument("--out", type=Path, default=HERE / "train.jsonl", help="its name")
     args = parser.parse_args()
+    if args.rows is not None and (args.rows < 1 or args.out == parser.get_default("out")):
+        parser.error("--rows needs a number above 0 and another --out than the committed file")
 
     generator = problems(1, set())
     test = [next(generator) for _ in range(TEST_ROWS)]
