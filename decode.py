@@ -233,10 +233,8 @@ def stream(
     def advance(batch: list[Request | None], width: int, where: slice):
         feeds = [request.last if request else [] for request in batch]
         guesses, counts = guess(forward(model, cache, feeds, width, where, C), batch, options)
-        # The one place where the host waits for the device.
-        for request, (*tokens, count) in zip(
-            batch, torch.cat([guesses, counts[:, None]], 1).tolist()
-        ):
+        decided = torch.cat([guesses, counts[:, None]], dim=1).tolist()  # all rows in one copy
+        for request, (*tokens, count) in zip(batch, decided):
             if request:
                 yield request, request.take(tokens, count, width)
 

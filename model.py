@@ -46,13 +46,11 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     except (UserError, OSError, MemoryError, RuntimeError) as error:
         line = str(error).strip().partition("\n")[0]
-        memory = (
-            isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in line
-        )
-        if isinstance(error, RuntimeError) and not memory:
-            raise
-        advice = "; use smaller batches, fewer rows or shorter texts" if memory else ""
-        print(f"error: {line or 'out of memory'}{advice}", file=sys.stderr)
+        if isinstance(error, MemoryError | RuntimeError):
+            if "memory" not in line + str(type(error)).lower():
+                raise  # a bug of ours
+            line = f"out of memory: use smaller batches, fewer rows or shorter texts ({line})"
+        print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
 
 

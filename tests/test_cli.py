@@ -9,12 +9,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from common import ROOT
 
 import decode
 import train
 from bench import pareto
-from model import Chat, run
+from model import Chat, UserError, run
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
 PROMPT += "How many plums does Mia have now?"
@@ -176,6 +177,11 @@ def test_broken_checkpoints(cli, broken, how):
         (("--temperature", "-1"), "temperature -1.0: must be at least 0"),
         (("--device", "cuda:99"), "device 'cuda:99': not on this machine"),
         (("--device", "abacus"), "device 'abacus': not on this machine"),
+        (("--temperature", "inf"), "out of range"),
+        (("--seed", 2**70), "out of range"),
+        (("--block", 5000), "block 5000: the model has 2048 positions in all"),
+        (("--model", ""), "'': no such directory"),
+        (("--prompt", "half \ud83d"), "not valid Unicode"),
     ],
 )
 def test_bad_decoding_options(cli, words, message):
@@ -187,6 +193,41 @@ def test_too_little_memory_says_what_is_needed(cli, broken):
     set_config(broken, max_position_embeddings=10**13)
     result = cli(decode, "--prompt", PROMPT, "--model", broken, "--max-new", 10**12)
     one_line(result, "GiB, more than there is: use fewer rows or a smaller max_new")
+
+
+@pytest.mark.parametrize(
+    "error, status, message",
+    [
+        (MemoryError(), 2, "error: out of memory: use smaller batches"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 2, "out of memory"),
+        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device"),
+        (UserError("what to do"), 2, "error: what to do"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_how_a_script_ends(capsys, error, status, message):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run(main)
+    err = capsys.readouterr().err
+    assert stop.value.code == status and message in err and err.count("\n") <= 1
+
+
+def test_a_bug_of_ours_keeps_its_traceback():
+    def main():
+        raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        run(main)
+
+
+def test_a_reader_that_goes_away():
+    """`decode.py | head -c 3`: no traceback."""
+    command = f"{sys.executable} {ROOT}/decode.py --prompt '{PROMPT}' | head -c 3"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout == "The" and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.fixture
@@ -212,7 +253,7 @@ def test_bad_data(cli, tmp_path, data, content, message):
     result = cli(train, "--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out")
     status, _, err = result
     assert status == 2 and message in err and "Traceback" not in err
-    assert not (tmp_path / "out/model.safetensors").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -222,6 +263,7 @@ def test_bad_data(cli, tmp_path, data, content, message):
         (("--batch", 0), "--batch 0: must be at least 1"),
         (("--steps", 0), "--steps 0: must be at least 1"),
         (("--lr", "nan"), "--lr nan: must be at least 0"),
+        (("--clip", 0), "--clip 0.0: must be at least 1e-06"),
         (("--warmup", 1), "--warmup 1.0: must be at least 0 and below 1"),
         (("--held-out", -1), "--held-out -1: must be at least 0"),
         (("--model", "no/such/place"), "'no/such/place': no such directory"),
@@ -254,6 +296,22 @@ def test_a_disk_that_fills_up_while_training(cli, tmp_path, data, monkeypatch):
     assert not list((tmp_path / "out").glob("model*"))
 
 
+def test_interrupting_training_says_what_there_is(cli, tmp_path, data, monkeypatch):
+    step = train.Trainer.step
+
+    def third_is_interrupted(self, examples):
+        if self.steps == 2:
+            raise KeyboardInterrupt
+        return step(self, examples)
+
+    monkeypatch.setattr(train.Trainer, "step", third_is_interrupted)
+    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", "--batch", 2)
+    status, out, err = cli(train, *given, "--steps", 9, "--save-every", 2)
+    assert status == 130 and "Traceback" not in err
+    assert f"2 steps; {tmp_path}/out holds the model of step 2" in out
+    assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == 2
+
+
 def test_the_table_over_tau(cli, data):
     options = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl", "--limit", 12)
     status, out, _ = cli(pareto, *options, "--tau", 1, 0.9)
@@ -262,6 +320,23 @@ def test_the_table_over_tau(cli, data):
     assert status == 0 and first[0] == "1" and first[2] == "1.00" and float(fast[2]) > 2
     assert float(first[1].rstrip("%")) > 80
     one_line(cli(pareto, "--data", data), "row 1 lacks prompt or answer")
+    one_line(cli(pareto, "--limit", 0), "--limit 0: must be at least 1")
+    one_line(cli(pareto, "--tau", 1, 3), "tau 3.0: must be between 0 and 1")
+
+
+def test_a_system_message_and_a_type_are_used(cli, monkeypatch):
+    seen = {}
+
+    def spy(model, prompts, options):
+        seen.update(text=chat.tokenizer.decode(prompts[0], skip_special_tokens=False), model=model)
+        raise UserError("enough")
+
+    chat = Chat(ROOT / "toy/base")
+    monkeypatch.setattr(decode, "prepare", spy)
+    words = ("--system", "Be brief.", "--dtype", "bfloat16")
+    one_line(cli(decode, "--model", ROOT / "toy/mars", "--prompt", PROMPT, *words), "enough")
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in seen["text"] and PROMPT in seen["text"]
+    assert seen["model"].model.norm.weight.dtype == torch.bfloat16
 
 
 def test_the_readme_is_true(capsys, monkeypatch):
