@@ -307,6 +307,7 @@ def statistics(result: Result, seconds: float) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Answer a prompt, several tokens per forward (MARS).",
+        usage='%(prog)s --prompt "..." [option ...]',
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -315,7 +316,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--system", help="a system message before it; None: as the chat template has it")
     add("--model", help="directory or hub id; None: the bundled toy/mars")
     add("--tau", type=float, default=0.95, help="the confidence to accept a token; 1 is plain AR")
-    add("--metric", choices=METRICS, default="probability", help="plain AR is entropy 0")
+    add("--metric", choices=METRICS, default="probability", help="entropy: nats, plain AR is 0")
     add("--block", type=int, help="masks per forward; None: what the checkpoint learnt, else 4")
     add("--max-new", type=int, default=256, help="most tokens to generate")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -333,7 +334,7 @@ def main() -> None:
         raise UserError("--prompt is empty")
     device, dtype = place(args.device, args.dtype)
     if args.model is None:
-        note("toy/mars, the bundled model: word problems only (see --model)")
+        note("toy/mars, the bundled model: only for problems like toy/test.jsonl's (see --model)")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
     unknown = not (plain or args.block or model.config.block_size)
     if unknown:
@@ -353,7 +354,7 @@ def main() -> None:
         if result:
             print("\n" + statistics(result, time.perf_counter() - began))
     if not plain and not unknown and result.forwards >= 8 and result.tokens_per_forward < 1.05:
-        note("this model accepts 1.0 tokens per forward; train it or use --tau 1")
+        note("this model accepts 1.0 tokens per forward; train it more or use --tau 1")
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def locate(name: str) -> Path:
     """The directory `name`, or that repository of the hub, downloaded unless it is in the cache."""
     if name and len(name) < 1000 and Path(name).is_dir():
         return Path(name)
-    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name):
+    if not re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", name):
         raise UserError(f"{name[:200]!r}: no such directory, and not a hub id (org/name)")
     from huggingface_hub import snapshot_download  # slow to import, and only needed here
 
@@ -307,7 +307,7 @@ def locate(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except Exception as error:  # no network, no such repository, no right to read it: many types
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{name}: no such directory here, and the hub says: {reason}") from None
+        raise UserError(f"{name}: no such directory in {Path.cwd()}; the hub: {reason}") from None
 
 
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -320,8 +320,11 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
         try:
             with safe_open(path, framework="pt", device=str(device)) as shard:
                 tensors |= {name: shard.get_tensor(name).to(dtype) for name in shard.keys()}
+        except FileNotFoundError:
+            hint = "to start without weights: train.py --from-scratch"
+            raise UserError(f"{path}: no such file ({hint})") from None
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: missing or damaged ({error})") from None
+            raise UserError(f"{path}: damaged ({error})") from None
         except RuntimeError as error:  # out of memory, on a CPU or a GPU
             size = sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 2**30
             raise UserError(f"{directory}: {size:.1f} GiB of weights do not fit: {error}") from None

@@ -111,8 +111,8 @@ class Example:
 def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
     """The last assistant turn is the response, all before it the prompt (as in the paper)."""
     messages = row.get("messages")
-    if messages is None and isinstance(row.get("prompt"), str):
-        pairs = {"user": row["prompt"], "assistant": row.get("response")}
+    if messages is None and {"prompt", "response"} <= row.keys():
+        pairs = {"user": row["prompt"], "assistant": row["response"]}
         messages = [{"role": role, "content": text} for role, text in pairs.items()]
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise Unusable("neither messages nor prompt and response")
@@ -129,6 +129,8 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
         raise Unusable("refused by the chat template or the tokenizer") from None
     if not all(m["content"].strip() in text for m in messages[:-1]):
         raise Unusable("a turn that the chat template drops")  # Qwen2.5's does so with some roles
+    if not response:
+        raise Unusable("an empty response")
     if chat.mask_id in response:
         raise Unusable("a mask token in the response")  # it can never be predicted
     if not 0 < len(prompt) < max_length:
@@ -159,7 +161,7 @@ class Dataset:
         try:
             example = encode(self.rows[index], self.chat, self.eos, self.max_length)
         except Unusable as reason:
-            self.skipped[str(reason)] += 1
+            self.skipped[str(reason)] += epoch <= 0  # once per row, however many epochs
             return None
         example.phase = random.Random(f"{self.seed} {epoch} {index}").randrange(self.phases)
         return example
@@ -395,6 +397,7 @@ class Trainer:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a Qwen2.5 checkpoint to predict several tokens per forward (MARS).",
+        usage="%(prog)s --data FILE [option ...]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -402,7 +405,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="directory or hub id to start from")
     add("--from-scratch", action="store_true", help="use only its config and tokenizer")
-    add("--out", type=Path, default="out", help="directory of checkpoint (bfloat16) and log.jsonl")
+    add("--out", type=Path, default="out", help="checkpoint (bfloat16) and log.jsonl, overwritten")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
     add("--block", type=int, default=4, help="B, the number of masks in a window")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
@@ -430,7 +433,8 @@ def parse_arguments() -> argparse.Namespace:
         value, high = getattr(args, name), below.get(name, math.inf)
         if value is not None and not low <= value < high:
             option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} {value}: must be at least {low} and below {high}")
+            upper = f" and below {high:g}" if high < math.inf else ""
+            raise UserError(f"{option} {value}: must be at least {low}{upper}")
     return args
 
 

@@ -331,13 +331,13 @@ def test_weights_that_are_refused(checkpoint):
         load(str(checkpoint))
     for damaged in (whole[: len(whole) // 2], b"", b"not weights"):
         weights.write_bytes(damaged)
-        with pytest.raises(UserError, match="model.safetensors: missing or damaged"):
+        with pytest.raises(UserError, match="model.safetensors: damaged"):
             load(str(checkpoint))
     weights.unlink()
-    with pytest.raises(UserError, match="model.safetensors: missing or damaged"):
+    with pytest.raises(UserError, match="model.safetensors: no such file"):
         load(str(checkpoint))
     (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.st"}}')
-    with pytest.raises(UserError, match="gone.st: missing or damaged"):
+    with pytest.raises(UserError, match="gone.st: no such file"):
         load(str(checkpoint))
 
 
@@ -426,7 +426,7 @@ def test_hub_ids_are_downloaded(checkpoint, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(
-        UserError, match="some/model: no such directory here, .* cannot reach the hub$"
+        UserError, match="some/model: no such directory in .*; the hub: cannot reach the hub$"
     ):
         load("some/model")
     with pytest.raises(UserError, match="no such directory, and not a hub id"):

@@ -231,7 +231,9 @@ def test_unusable_rows_are_counted_by_reason(chat):
     for row, reason in (
         ({"text": "Hi"}, "neither messages nor prompt and response"),
         ({"messages": ["Hi"]}, "neither messages"),
-        ({"prompt": "Hi"}, "content that is not text"),
+        ({"prompt": "Hi"}, "neither messages nor prompt and response"),
+        ({"prompt": "Hi", "response": None}, "content that is not text"),
+        ({"prompt": "Hi", "response": ""}, "an empty response"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": [turn]}, "no assistant turn"),
         ({"messages": [turn, {**reply, "content": None}]}, "content that is not text"),
@@ -383,7 +385,7 @@ def test_learning_rate():
     assert overrun == pytest.approx(0)
 
 
-def test_steps_are_steps(chat, tmp_path, monkeypatch):
+def test_steps_are_steps(tmp_path, monkeypatch, capsys):
     """Half of the rows cannot be used: --steps 5 once took 3 steps, for it counted rows."""
     rows = write(tmp_path / "d.jsonl", 20 * [{"prompt": "?", "response": "12"}, {"text": "12"}])
     words = ("--data", rows.path, "--model", ROOT / "toy/sft", "--out", tmp_path, "--batch", 3)
@@ -392,7 +394,9 @@ def test_steps_are_steps(chat, tmp_path, monkeypatch):
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5] and log[-1]["lr"] > 0
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words), "--epochs", "2"])
+    capsys.readouterr()
     train.main()
+    assert "skipped rows: 20 neither" in capsys.readouterr().out  # each once, in all epochs
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert 11 <= len(log) <= 13  # 36 rows and 2 epochs, half of them usable, 3 to a step
 
