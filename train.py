@@ -275,7 +275,7 @@ def look_ahead(model: Qwen2, examples: list[Example], block_size: int | None) ->
         ahead = torch.where(batch.start > batch.pos, 1, batch.pos - batch.start + 2)
         at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
         hit = model.logits(hidden_states(model, batch)[at]).argmax(-1) == batch.target[at]
-        right += torch.bincount(ahead[at], hit, minlength=bins).cpu()
+        right += torch.bincount(ahead[at], hit.float(), minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
     return (right / count.clamp(min=1))[1:].tolist()
 
