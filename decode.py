@@ -1,4 +1,4 @@
-"""Decode several tokens per forward: MARS (arXiv 2604.07023, sections 3.4 and 4.5).
+"""Decode several tokens per forward: MARS (arXiv 2604.07023).
 
     python decode.py --prompt "..." --tau 0.8
 
@@ -138,7 +138,7 @@ def plain_ar(tau: float, metric: str) -> bool:
 
 
 def confidences(probs: Tensor, guesses: Tensor, metric: str) -> Tensor:
-    """(R, C), of probabilities (R, C, V) and the guessed tokens (R, C); section 3.4."""
+    """(R, C), of probabilities (R, C, V) and the guessed tokens (R, C)."""
     if metric == "entropy":
         return torch.special.entr(probs).sum(-1)
     if metric == "margin":

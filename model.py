@@ -2,7 +2,7 @@
 
 What is unusual here, compared with any other small Qwen2:
   * attention takes its mask from outside, and `visible` below is the only mask rule: training
-    calls it, and decoding is held to it (MARS, arXiv 2604.07023, section 3);
+    calls it, and decoding is held to it (MARS, arXiv 2604.07023);
   * `forward` returns hidden states, and the caller picks positions before asking for `logits`:
     with 152k words the vocabulary projection is most of the work and of the memory;
   * `<|mask|>` is an ordinary token that is never predicted: its logit is -inf, always;
@@ -141,7 +141,7 @@ def parse_config(raw: dict) -> Config:
 
 
 def visible(q_pos, q_start, q_doc, k_pos, k_start, k_doc):
-    """May query q see key k? The one mask rule (section 3.2), elementwise over integer tensors.
+    """May query q see key k? The paper's mask rule, elementwise over integer tensors.
 
     Every position carries three integers: `pos`, its position id; `doc`, its sequence (padding has
     one of its own); and `start`. A clean token has start = pos + 1. A mask has start = the first

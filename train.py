@@ -1,4 +1,4 @@
-"""Train a Qwen2.5 to predict several tokens per forward: MARS (arXiv 2604.07023, section 3).
+"""Train a Qwen2.5 to predict several tokens per forward: MARS (arXiv 2604.07023).
 
     python train.py --objective sft --data dolci.jsonl --out sft    # stage 1: ordinary fine-tuning
     python train.py --model sft --data dolci.jsonl                  # stage 2: the same, with masks
@@ -252,7 +252,7 @@ def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
 
 
 def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(noisy, clean): the weighted sums of cross-entropies that make the loss of section 3.3."""
+    """(noisy, clean): the weighted sums of cross-entropies that make the paper's loss."""
     at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
     logits = model.logits(hidden_states(model, batch)[at])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # not in bfloat16
@@ -309,7 +309,7 @@ class Trainer:
 
     def __init__(self, model: Qwen2, chat: Chat, data: Dataset, dtype, args: argparse.Namespace):
         self.model, self.chat, self.data, self.args = model, chat, data, args
-        self.block_size = model.config.block_size if args.objective == "mars" else None
+        self.block_size = model.config.block_size  # None: the clean stream alone
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )

@@ -1,4 +1,4 @@
-"""Accuracy against tokens per forward, over tau (the paper's Figure 2 and Table 4).
+"""Accuracy against tokens per forward, over tau: the paper's trade-off, on any data.
 
     python bench/pareto.py --model toy/mars --data toy/test.jsonl --tau 1 .95 .9 .8 .7 .6 .5
 
