@@ -11,52 +11,82 @@ passes tau, the first one always; the window slides behind them. tau = 1 is plai
 
 What is unusual here:
   * the last mask counts too: B masks are B + 1 candidates (the paper's decoder reads B of them);
-  * every row has its own cursor in the cache (the paper's future work): no row waits for another, a
-    finished row takes the next prompt at once, and a batch gives what its prompts give alone;
-  * after the prefill every feed is 2B + 1 wide: rows with fewer accepted tokens carry more masks;
+  * every row has its own cursor in the cache (the paper's future work): none waits for another, and
+    a batch gives what its prompts give alone. The paper's blocks are three properties of `Answer`;
+  * a finished row takes the next prompt at once; tau may change between any two forwards;
   * `naive` does the same without a cache, one row at a time; the tests hold the loop to it.
 """
 
 import argparse
+import json
 import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from kv_cache import KVCache
 from model import Chat, Qwen2, UserError, load, place, run
 
 TOY = Path(__file__).parent / "toy" / "mars"
 METRICS = ("probability", "margin", "entropy")
-
-# --------------------------------------------------------------------------- requests and results
+Tau = float | Callable[[int], float]  # a number, or a function of how many prompts wait
 
 
 @dataclass
 class Options:
-    """How to decode; tau is one number, or one per prompt."""
+    """How to decode; raises UserError for what cannot be."""
 
-    tau: float | Sequence[float] = 0.95
+    tau: Tau = 0.95
     metric: str = "probability"
     block: int | None = None  # B, the number of masks; None: the checkpoint's own, else 4
+    block_cache: int | None = None  # B_cache of the paper's block policy; None: the cursor's
     max_new: int = 256
     temperature: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, least in (("block", 1), ("block_cache", 1), ("max_new", 1), ("temperature", 0)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise UserError(f"{name} {value}: must be at least {least}")
+        if not math.isfinite(self.temperature) or not 0 <= self.seed < 2**62:
+            raise UserError(f"temperature {self.temperature}, seed {self.seed}: out of range")
 
-@dataclass
-class Result:
-    """What one prompt gave."""
 
-    tokens: list[int] = field(default_factory=list)  # with the end-of-turn token, if it came
-    accepted: list[int] = field(default_factory=list)  # tokens from each forward, prefill included
-    positions: int = 0  # that the model computed, masks included
+class Answer:
+    """One prompt and what becomes of it: `tokens`, how many each forward gave, what it cost."""
+
+    def __init__(self, prompt: list[int], model: Qwen2, options: Options, index=0, tau=None):
+        """It draws with seed + index; its tau is the options' unless it has its own."""
+        positions, words = model.config.max_position_embeddings, model.config.vocab_size
+        self.block = options.block or model.config.block_size or 4
+        if model.config.mask_token_id is None:
+            raise UserError("the model has no mask token; load it with model.load")
+        if not prompt or not all(0 <= token < words for token in prompt):
+            raise UserError(f"a prompt must be token ids below {words}, at least one")
+        if len(prompt) + options.max_new > positions or self.block > positions:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and up to {options.max_new} new ones, or "
+                f"{self.block} masks, exceed the model's {positions} positions"
+            )
+        self.text, self.index, self.options = list(prompt), index, options
+        self.knob = options.tau if tau is None else tau
+        self.tokens: list[int] = []  # with the end-of-turn token, if it came
+        self.accepted: list[int] = []  # tokens from each forward, prefill included
+        self.positions = 0  # that the model computed, masks included
+        self.done, self.stop = False, set(model.config.eos_token_id)
+        self.generator = torch.Generator(model.device).manual_seed(options.seed + index)
+        self.read_tau(waiting=0)
 
     @property
     def forwards(self) -> int:
@@ -71,57 +101,34 @@ class Result:
         """How many forwards gave 1, 2, ... tokens."""
         return dict(sorted(Counter(self.accepted).items()))
 
+    @property
+    def unfilled(self) -> int:
+        """Block policy (4.5): tokens of a block not yet full; not cached, but fed every time."""
+        return len(self.tokens) % (self.options.block_cache or 1)
 
-class Request:
-    """One prompt on its way: what it asks for, its random numbers, its result so far."""
+    @property
+    def candidates(self) -> int:
+        """Tokens that one forward may give; block policy: none behind the end of the block."""
+        room = (self.options.block_cache or math.inf) - self.unfilled
+        return 1 if self.one_token else min(self.block + 1, room)
 
-    def __init__(self, prompt: list[int], index: int, tau: float, model: Qwen2, options: Options):
-        self.prompt, self.index, self.tau = prompt, index, tau
-        self.one_token = plain_ar(tau, options.metric)
-        block = options.block or model.config.block_size or 4
-        self.candidates = 1 if self.one_token else block + 1
-        self.max_new, self.stop = options.max_new, set(model.config.eos_token_id)
-        self.generator = torch.Generator(model.device).manual_seed(options.seed + index)
-        self.last, self.done, self.result = prompt, False, Result()
+    def read_tau(self, waiting: int) -> None:
+        """What the next forward goes by; a function is asked before each."""
+        self.tau = float(self.knob(waiting) if callable(self.knob) else self.knob)
+        self.one_token = plain_ar(self.tau, self.options.metric)
 
     def take(self, guesses: list[int], count: int, positions: int) -> list[int]:
         """Accept `count` guesses, but nothing behind an end-of-turn token or max_new."""
-        room = self.max_new - len(self.result.tokens)
+        room = self.options.max_new - len(self.tokens)
         kept = guesses[: min(count, room)]
         ends = [i for i, token in enumerate(kept) if token in self.stop]
         kept = kept[: ends[0] + 1] if ends else kept
-        self.last, self.done = kept, bool(ends) or len(kept) == room
-        self.result.tokens += kept
-        self.result.accepted.append(len(kept))
-        self.result.positions += positions
+        self.done = bool(ends) or len(kept) == room
+        self.text += kept
+        self.tokens += kept
+        self.accepted.append(len(kept))
+        self.positions += positions
         return kept
-
-
-def prepare(model: Qwen2, prompts: list[list[int]], options: Options) -> list[Request]:
-    """A request for each prompt; raises UserError for what could not run, before anything runs."""
-    for name, least in (("block", 1), ("max_new", 1), ("temperature", 0)):
-        value = getattr(options, name)
-        if value is not None and not value >= least:
-            raise UserError(f"{name} {value}: must be at least {least}")
-    if not math.isfinite(options.temperature) or not 0 <= options.seed < 2**62:
-        raise UserError(f"temperature {options.temperature}, seed {options.seed}: out of range")
-    if model.config.mask_token_id is None:
-        raise UserError("the model has no mask token; load it with model.load")
-    positions, words = model.config.max_position_embeddings, model.config.vocab_size
-    if (options.block or 0) > positions:
-        raise UserError(f"block {options.block}: the model has {positions} positions in all")
-    taus = options.tau if isinstance(options.tau, Sequence) else [options.tau] * len(prompts)
-    if len(taus) != len(prompts):
-        raise UserError(f"{len(taus)} values of tau for {len(prompts)} prompts")
-    for prompt in prompts:
-        if not prompt or not all(0 <= token < words for token in prompt):
-            raise UserError(f"a prompt must be token ids below {words}, at least one")
-        if len(prompt) + options.max_new > positions:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and up to {options.max_new} new ones exceed the "
-                f"model's {positions} positions: shorten the prompt or lower max_new"
-            )
-    return [Request(p, i, float(t), model, options) for i, (p, t) in enumerate(zip(prompts, taus))]
 
 
 # ------------------------------------------------------------------------------------- acceptance
@@ -155,9 +162,7 @@ def accepted_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
     return passed.long().cumprod(-1).sum(-1)
 
 
-def guess(
-    logits: Tensor, requests: list[Request | None], options: Options
-) -> tuple[Tensor, Tensor]:
+def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple[Tensor, Tensor]:
     """Guessed tokens (R, C), and how many of each row to accept (R,), from logits (R, C, V).
 
     At temperature T a guess is drawn from p^(1/T) of its own position; its confidence is taken at
@@ -169,18 +174,15 @@ def guess(
     probs, guesses = logits.softmax(-1), logits.argmax(-1)
     if options.temperature > 0:  # argmax(p / Exp(1)) is a draw from p
         noise = torch.ones_like(probs)
-        for row, request in zip(noise, requests):
-            if request:  # its own generator: no draw depends on a neighbour
-                row[: request.candidates].exponential_(generator=request.generator)
+        for row, answer in zip(noise, batch):
+            if answer:  # its own generator: no draw depends on a neighbour
+                row[: answer.candidates].exponential_(generator=answer.generator)
         logits = logits - logits.amax(-1, keepdim=True)  # small temperatures must not overflow
         guesses = ((logits / options.temperature).softmax(-1) / noise).argmax(-1)
-    tau = torch.tensor(
-        [r.tau if r else 0 for r in requests], device=probs.device, dtype=probs.dtype
-    )
-    one_token = torch.tensor([not r or r.one_token for r in requests], device=probs.device)
-    confidence = confidences(probs, guesses, options.metric)
-    counts = accepted_lengths(confidence, tau, options.metric)
-    return guesses, counts.masked_fill(one_token, 1)
+    limits = [(answer.tau, answer.candidates) if answer else (0, 1) for answer in batch]
+    tau, most = torch.tensor(limits, device=probs.device, dtype=probs.dtype).unbind(-1)
+    counts = accepted_lengths(confidences(probs, guesses, options.metric), tau, options.metric)
+    return guesses, counts.minimum(most.long())
 
 
 # ------------------------------------------------------------------------------- the decoding loop
@@ -195,87 +197,104 @@ def cached_mask(slots: Tensor, span: int) -> Tensor:
     return torch.arange(span, device=slots.device) <= slots[:, None, :, None]
 
 
-def forward(
-    model: Qwen2, cache: KVCache, feeds: list[list[int]], width: int, rows: slice, C: int
-) -> Tensor:
-    """Logits (R, C, V) at the last real token of each row's feed and at C - 1 masks behind it.
+class Decoder:
+    """The loop: append to `waiting` whenever a prompt comes; each `step` is one forward."""
 
-    feeds: the real tokens that the cache does not have yet; masks fill each up to `width`.
-    """
-    device, mask_id = model.device, model.config.mask_token_id
-    tokens = torch.tensor([f + [mask_id] * (width - len(f)) for f in feeds], device=device)
-    real = torch.tensor([len(f) for f in feeds], device=device)[:, None]
-    slots = cache.reserve(width, rows)  # a position's slot is its position id, too
-    hidden = model(tokens, slots, cached_mask(slots, cache.span), cache)
-    cache.commit([len(f) for f in feeds])  # the masks stay behind, as scratch
-    at = (real - 1).clamp(min=0) + torch.arange(C, device=device)
-    hidden = hidden.gather(1, at[..., None].expand(-1, -1, hidden.size(-1)))
-    return model.logits(hidden.flatten(0, 1)).unflatten(0, (len(feeds), C))
+    def __init__(self, model: Qwen2, answers: list[Answer], options: Options, rows=8, longest=0):
+        """For `rows` answers at a time, of up to `longest` tokens if more than these will come."""
+        if rows < 1:
+            raise UserError(f"rows {rows}: must be at least 1")
+        self.model, self.options, self.waiting = model, options, deque(answers)
+        self.rows: list[Answer | None] = [None] * min(rows, len(answers) or rows)
+        longest = max([longest, *(len(answer.text) + options.max_new for answer in answers)])
+        block = options.block or model.config.block_size or 4
+        # Behind what is committed: accepted tokens (of a whole block, if blocks are used), masks.
+        fed = max(block + 1, min(options.block_cache or 0, options.max_new))
+        dtype = model.model.norm.weight.dtype
+        capacity = longest + fed + block
+        self.cache = KVCache(model.config, len(self.rows), capacity, model.device, dtype)
 
+    def __iter__(self) -> Iterator[tuple[Answer, list[int]]]:
+        """Until all is done: every answer with its new tokens, as they come."""
+        while self.waiting or any(row and not row.done for row in self.rows):
+            yield from self.step()
 
-@torch.inference_mode()
-def stream(
-    model: Qwen2, prompts: list[list[int]], options: Options, rows: int = 8
-) -> Iterator[tuple[Request, list[int]]]:
-    """Decode prompts, `rows` at a time; yields each request with its new tokens, as they come."""
-    if rows < 1:
-        raise UserError(f"rows {rows}: must be at least 1")
-    requests = prepare(model, prompts, options)
-    if not requests:
-        return
-    waiting, live = deque(requests), [None] * min(rows, len(requests))
-    C = max(request.candidates for request in requests)
-    width = 2 * C - 1  # room for C accepted tokens, and C - 1 masks behind them
-    capacity = max(map(len, prompts)) + options.max_new + width
-    dtype = model.model.norm.weight.dtype
-    cache = KVCache(model.config, len(live), capacity, model.device, dtype)
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Answer, list[int]]]:
+        """Prefill a waiting prompt alone if a row is free, else advance all that are not done."""
+        for r, old in enumerate(self.rows):
+            if self.waiting and (old is None or old.done):
+                new = self.rows[r] = self.waiting.popleft()
+                held = old.text[: self.cache.lengths[r]] if old else []
+                same = takewhile(lambda pair: pair[0] == pair[1], zip(held, new.text[:-1]))
+                self.cache.rewind(r, len(list(same)))  # a conversation goes on where it was
+                return self.forward([new], slice(r, r + 1))
+        for r, row in enumerate(self.rows):
+            if row is None or row.done:
+                self.rows[r] = self.cache.rewind(r)  # None; nobody attends over its slots now
+        # Block policy: a row with a full block sits out until there is no other.
+        ready = [row for row in self.rows if row and row.unfilled] or self.rows
+        return self.forward([row if row in ready else None for row in self.rows], slice(None))
 
-    def advance(batch: list[Request | None], width: int, where: slice):
-        feeds = [request.last if request else [] for request in batch]
-        guesses, counts = guess(forward(model, cache, feeds, width, where, C), batch, options)
+    def forward(self, batch: list[Answer | None], where: slice) -> list[tuple[Answer, list[int]]]:
+        """One forward of the rows `where` of the cache; one that is None in `batch` sits it out."""
+        for answer in filter(None, batch):
+            answer.read_tau(len(self.waiting))
+        pairs, device = list(zip(batch, self.cache.lengths[where])), self.model.device
+        feeds = [answer.text[length:] if answer else [] for answer, length in pairs]
+        C = max(answer.candidates for answer in batch if answer)
+        width = max(map(len, feeds)) + C - 1
+        masks = [self.model.config.mask_token_id] * width
+        tokens = torch.tensor([(feed + masks)[:width] for feed in feeds], device=device)
+        last = torch.tensor([max(0, len(feed) - 1) for feed in feeds], device=device)
+
+        slots = self.cache.reserve(width, where)  # a position's slot is its position id, too
+        hidden = self.model(tokens, slots, cached_mask(slots, self.cache.span), self.cache)
+        # Masks, and the tokens of a block not yet full, stay behind as scratch.
+        self.cache.commit([len(f) - a.unfilled if a else 0 for a, f in zip(batch, feeds)])
+
+        at = (last[:, None] + torch.arange(C, device=device))[
+            ..., None
+        ]  # the real one, C - 1 masks
+        hidden = hidden.gather(1, at.expand(-1, -1, hidden.size(-1)))
+        logits = self.model.logits(hidden.flatten(0, 1)).unflatten(0, (len(batch), C))
+        guesses, counts = guess(logits, batch, self.options)
         decided = torch.cat([guesses, counts[:, None]], dim=1).tolist()  # all rows in one copy
-        for request, (*tokens, count) in zip(batch, decided):
-            if request:
-                yield request, request.take(tokens, count, width)
-
-    def release(r: int) -> None:
-        if live[r] and live[r].done:
-            live[r] = None
-            cache.rewind(r)
-
-    while waiting or any(live):
-        for r in range(len(live)):
-            release(r)
-            while waiting and not live[r]:  # prefill alone, then join the others
-                live[r] = waiting.popleft()
-                yield from advance([live[r]], len(live[r].prompt) + C - 1, slice(r, r + 1))
-                release(r)
-        if any(live):
-            yield from advance(live, width, slice(None))
+        return [
+            (answer, answer.take(tokens, count, width))
+            for answer, (*tokens, count) in zip(batch, decided)
+            if answer
+        ]
 
 
-def generate(model: Qwen2, prompts: list[list[int]], rows: int = 8, **options) -> list[Result]:
-    """Decode prompts (token ids), `rows` at a time; the options are the fields of `Options`."""
-    results = [Result()] * len(prompts)
-    for request, _ in stream(model, prompts, Options(**options), rows):
-        results[request.index] = request.result
-    return results
+def generate(model: Qwen2, prompts: list[list[int]], rows=8, tau=0.95, **options) -> list[Answer]:
+    """Decode prompts (token ids), `rows` at a time; tau for all, or a list with one for each.
+
+    The other options are the fields of `Options`.
+    """
+    taus = tau if isinstance(tau, Sequence) else [tau] * len(prompts)
+    if len(taus) != len(prompts):
+        raise UserError(f"{len(taus)} values of tau for {len(prompts)} prompts")
+    options, pairs = Options(**options), zip(prompts, taus)
+    answers = [Answer(prompt, model, options, i, tau) for i, (prompt, tau) in enumerate(pairs)]
+    for _ in Decoder(model, answers, options, rows):
+        pass
+    return answers
 
 
 @torch.inference_mode()
-def naive(model: Qwen2, prompt: list[int], **options) -> Result:
+def naive(model: Qwen2, prompt: list[int], **options) -> Answer:
     """The reference: one row, no cache, plain causal attention over the whole text each time."""
     options = Options(**options)
-    [request] = prepare(model, [prompt], options)
-    while not request.done:
-        real = prompt + request.result.tokens
-        masks = [model.config.mask_token_id] * (request.candidates - 1)
-        feed = torch.tensor([real + masks], device=model.device)
+    answer = Answer(prompt, model, options)
+    while not answer.done:
+        masks = [model.config.mask_token_id] * (answer.candidates - 1)
+        feed = torch.tensor([answer.text + masks], device=model.device)
         hidden = model(feed, torch.arange(feed.size(1), device=model.device)[None], None)
-        logits = model.logits(hidden[0, len(real) - 1 :])
-        guesses, counts = guess(logits[None], [request], options)
-        request.take(guesses[0].tolist(), counts.item(), feed.size(1))
-    return request.result
+        logits = model.logits(hidden[0, len(answer.text) - 1 :])
+        guesses, counts = guess(logits[None], [answer], options)
+        answer.take(guesses[0].tolist(), counts.item(), feed.size(1))
+    return answer
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -295,29 +314,120 @@ class TextStream:
         return new
 
 
+def shade(text: str, count: int) -> str:
+    """Black on blue, the deeper the more tokens came together, whatever the terminal's colours."""
+    colour = f"\033[38;5;16;48;5;{(255, 195, 153, 117, 111, 75)[min(count, 6) - 1]}m"
+    return colour + text.replace("\n", f"\033[0m\n{colour}") + "\033[0m"
+
+
 def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def statistics(result: Result, seconds: float) -> str:
-    count, ratio = len(result.tokens), f"{result.tokens_per_forward:.2f} tokens per forward"
-    return f"{count} tokens in {result.forwards} forwards: {ratio}, {count / seconds:.0f} tok/s"
+def statistics(answers: list[Answer], seconds: float) -> str:
+    tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
+    ratio = f"{tokens / max(1, forwards):.2f} tokens per forward"
+    return f"{tokens} tokens in {forwards} forwards: {ratio}, {tokens / seconds:.0f} tok/s"
+
+
+def say(decoder: Decoder, chat: Chat, show: bool) -> None:
+    """Print the one answer that waits as it comes, and its statistics, also after Ctrl-C."""
+    [answer], text, began = decoder.waiting, TextStream(chat), time.perf_counter()
+    try:
+        for _, tokens in decoder:
+            piece = text.add(tokens)
+            print(shade(piece, len(tokens)) if show else piece, end="", flush=True)
+    finally:
+        answer.done = True
+        print("\n" + statistics([answer], time.perf_counter() - began))
+        if show:
+            legend = [shade(f" {n} ", n) for n in range(1, min(answer.block + 1, 6) + 1)]
+            print("tokens that came together:", *legend, "or more" * (answer.block > 5))
+
+
+def converse(model: Qwen2, chat: Chat, options: Options, start: list[dict], show: bool) -> None:
+    """A conversation; the cache keeps it, so that every turn feeds only what is new."""
+    decoder = Decoder(model, [], options, 1, model.config.max_position_embeddings)
+    messages, turn = list(start), 0
+    note("/tau 0.7 sets tau, /reset forgets, Ctrl-C ends an answer, Ctrl-D the conversation")
+    with suppress(EOFError):
+        while True:
+            line = input("> ").strip()
+            try:
+                if line.startswith("/tau"):
+                    plain_ar(float(line[4:]), options.metric)
+                    options.tau = float(line[4:])
+                elif line == "/reset":
+                    messages = list(start)
+                elif line:
+                    asked = [*messages, {"role": "user", "content": line}]
+                    answer = Answer(chat.encode(chat.prompt(asked)), model, options, turn)
+                    decoder.waiting.append(answer)
+                    with suppress(KeyboardInterrupt):
+                        say(decoder, chat, show)
+                    said = {"role": "assistant", "content": chat.decode(answer.tokens)}
+                    messages, turn = [*asked, said], turn + 1
+            except ValueError as error:  # a UserError is one, too
+                note(f"error: {error}")
+
+
+def read_prompts(path: Path, start: list[dict], model: Qwen2, chat: Chat, options: Options):
+    """Ids and answers-to-be of a file: a prompt per line, or JSONL with `prompt` or `messages`."""
+    ids, answers = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line) if line.startswith("{") else {"prompt": line}
+            messages = row.get("messages") or [*start, {"role": "user", "content": row["prompt"]}]
+            prompt = chat.encode(chat.prompt(messages))
+            answers.append(Answer(prompt, model, options, len(answers), row.get("tau")))
+            ids.append(row.get("id", number))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number}: not a prompt that can be used ({error!r})") from None
+    if not answers:
+        raise UserError(f"{path}: empty; expected a prompt per line, or JSONL")
+    return ids, answers
+
+
+def serve(decoder: Decoder, chat: Chat, ids: list, out: TextIO) -> None:
+    """Answer all; a line of JSON each, in input order, as soon as those before it are done."""
+    waiting, done, began = deque(zip(ids, decoder.waiting)), [], time.perf_counter()
+    with tqdm(total=len(ids), unit="prompt", disable=None) as bar:
+        for answer, _ in decoder:
+            if answer.done:
+                done.append(answer)
+                bar.update()
+                bar.set_postfix_str(statistics(done, time.perf_counter() - began))
+            while waiting and waiting[0][1].done:
+                id, first = waiting.popleft()
+                row = {"id": id, "text": chat.decode(first.tokens), "tokens": len(first.tokens)}
+                row["forwards"] = first.forwards
+                print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
+    note(statistics(done, time.perf_counter() - began))
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Answer a prompt, several tokens per forward (MARS).",
-        usage='%(prog)s --prompt "..." [option ...]',
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
     # fmt: off
-    add("--prompt", required=True, help="what the user says")
+    parser = argparse.ArgumentParser(
+        description="Answer prompts, several tokens per forward (MARS).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--prompt", help="what the user says")
+    add("--prompts", type=Path, help="file: a prompt per line, or JSONL: prompt or messages, id, tau")
+    add("--chat", action="store_true", help="a conversation, with a knob: /tau 0.7")
+    add = parser.add_argument
     add("--system", help="a system message before it; None: as the chat template has it")
     add("--model", help="directory or hub id; None: the bundled toy/mars")
     add("--tau", type=float, default=0.95, help="the confidence to accept a token; 1 is plain AR")
+    add("--tau-busy", type=float, help="with --prompts: tau while some still wait; None: --tau")
+    add("--rows", type=int, default=8, help="with --prompts: how many to answer at a time")
+    add("--out", type=Path, help="with --prompts: file for the results; None: standard output")
+    add("--show", nargs="?", const="auto", choices=("auto", "always"),
+        help="shade tokens by how many came together; auto: on a terminal")
     add("--metric", choices=METRICS, default="probability", help="entropy: nats, plain AR is 0")
     add("--block", type=int, help="masks per forward; None: what the checkpoint learnt, else 4")
+    add("--block-cache", type=int, help="the paper's block cache of so many tokens; None: ours")
     add("--max-new", type=int, default=256, help="most tokens to generate")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--seed", type=int, default=0, help="of the sampling")
@@ -329,31 +439,31 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    plain = plain_ar(args.tau, args.metric)
-    if not args.prompt.strip():
-        raise UserError("--prompt is empty")
+    calm, busy = args.tau, args.tau if args.tau_busy is None else args.tau_busy
+    plain = plain_ar(calm, args.metric) and plain_ar(busy, args.metric)
+    options = Options(**{k: v for k, v in vars(args).items() if k in Options.__dataclass_fields__})
     device, dtype = place(args.device, args.dtype)
     if args.model is None:
         note("toy/mars, the bundled model: only for problems like toy/test.jsonl's (see --model)")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
-    unknown = not (plain or args.block or model.config.block_size)
-    if unknown:
+    if not (plain or args.block or model.config.block_size):
         note("config.json names no block_size: if the model never learnt masks, use --tau 1")
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    prompt = chat.encode(chat.prompt([*messages, {"role": "user", "content": args.prompt}]))
-    options = Options(args.tau, args.metric, args.block, args.max_new, args.temperature, args.seed)
-
-    prepare(model, [prompt], options)
-    next(stream(model, [prompt[:1]], options))  # the first forward pays for start-up, untimed
-    text, result, began = TextStream(chat), None, time.perf_counter()
-    try:
-        for request, tokens in stream(model, [prompt], options):
-            result = request.result
-            print(text.add(tokens), end="", flush=True)
-    finally:  # also after Ctrl-C: the text so far stays, with its statistics
-        if result:
-            print("\n" + statistics(result, time.perf_counter() - began))
-    if not plain and not unknown and result.forwards >= 8 and result.tokens_per_forward < 1.05:
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    show = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
+    if args.chat:
+        return converse(model, chat, options, start, show)
+    if args.prompts:
+        options.tau = lambda waiting: busy if waiting else calm
+        ids, answers = read_prompts(args.prompts, start, model, chat, options)
+        with open(args.out, "w", encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
+            serve(Decoder(model, answers, options, args.rows), chat, ids, out)
+    else:
+        prompt = chat.prompt([*start, {"role": "user", "content": args.prompt}])
+        answers = [Answer(chat.encode(prompt), model, options)]
+        next(iter(Decoder(model, [Answer([0], model, options)], options)))  # start-up, untimed
+        say(Decoder(model, answers, options), chat, show)
+    tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
+    if not plain and forwards >= 8 and tokens < 1.05 * forwards:
         note("this model accepts 1.0 tokens per forward; train it more or use --tau 1")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from decode import METRICS, Result, generate, plain_ar
+from decode import METRICS, Answer, generate, plain_ar
 from model import UserError, load, place, run
 from train import Rows
 
@@ -24,7 +24,7 @@ def last_number(text: str) -> str | None:
     return numbers[-1].replace(",", "") if numbers else None
 
 
-def tokens_per_forward(results: list[Result]) -> float:
+def tokens_per_forward(results: list[Answer]) -> float:
     return sum(len(r.tokens) for r in results) / sum(r.forwards for r in results)
 
 

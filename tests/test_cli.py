@@ -90,13 +90,14 @@ def test_a_stray_byte_does_not_stop_the_stream():
 
 def test_interrupting_keeps_the_text_so_far(cli, monkeypatch):
     """Ctrl-C: the text and its statistics stay, no traceback, exit status 130."""
-    whole = decode.stream
+    step, calls = decode.Decoder.step, itertools.count()
 
-    def interrupted(*arguments):
-        yield from itertools.islice(whole(*arguments), 3)
-        raise KeyboardInterrupt
+    def interrupted(self):
+        if next(calls) == 4:  # the first is the one that is not timed
+            raise KeyboardInterrupt
+        return step(self)
 
-    monkeypatch.setattr(decode, "stream", interrupted)
+    monkeypatch.setattr(decode.Decoder, "step", interrupted)
     status, out, err = cli(decode, "--prompt", PROMPT)
     assert status == 130 and out.startswith("The 5 bags") and "in 3 forwards" in out
     assert "Traceback" not in err
@@ -188,7 +189,7 @@ def test_broken_checkpoints(cli, broken, how):
         (("--device", "abacus"), "device 'abacus': not on this machine"),
         (("--temperature", "inf"), "out of range"),
         (("--seed", 2**70), "out of range"),
-        (("--block", 5000), "block 5000: the model has 2048 positions in all"),
+        (("--block", 5000), "or 5000 masks, exceed the model's 2048 positions"),
         (("--model", ""), "'': no such directory"),
         (("--prompt", "half \ud83d"), "not valid Unicode"),
     ],
@@ -336,12 +337,12 @@ def test_the_table_over_tau(cli, data):
 def test_a_system_message_and_a_type_are_used(cli, monkeypatch):
     seen = {}
 
-    def spy(model, prompts, options):
-        seen.update(text=chat.tokenizer.decode(prompts[0], skip_special_tokens=False), model=model)
+    def spy(prompt, model, options):
+        seen.update(text=chat.tokenizer.decode(prompt, skip_special_tokens=False), model=model)
         raise UserError("enough")
 
     chat = Chat(ROOT / "toy/base")
-    monkeypatch.setattr(decode, "prepare", spy)
+    monkeypatch.setattr(decode, "Answer", spy)
     words = ("--system", "Be brief.", "--dtype", "bfloat16")
     one_line(cli(decode, "--model", ROOT / "toy/mars", "--prompt", PROMPT, *words), "enough")
     assert "<|im_start|>system\nBe brief.<|im_end|>" in seen["text"] and PROMPT in seen["text"]

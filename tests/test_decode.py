@@ -1,4 +1,4 @@
-"""Properties of decoding: the loop is the naive decoder, a batch its rows, tau = 1 plain AR."""
+"""Properties of decoding: loop == naive, batch == its rows, blocks == by hand, tau = 1 == AR."""
 
 import json
 import random
@@ -9,6 +9,8 @@ from common import ROOT, cases, random_prompt, tiny_model
 
 from decode import (
     METRICS,
+    Answer,
+    Decoder,
     Options,
     accepted_lengths,
     cached_mask,
@@ -17,8 +19,6 @@ from decode import (
     guess,
     naive,
     plain_ar,
-    prepare,
-    stream,
 )
 from kv_cache import KVCache
 from model import UserError, load, visible
@@ -72,15 +72,23 @@ def test_cached_is_naive():
     assert sum(kept) / len(kept) >= 2  # a model that accepts nothing would test nothing
 
 
-def test_ragged_batch_is_its_rows():
+def random_block_cache(rng: random.Random, max_new: int) -> int:
+    """Blocks that divide max_new, miss it by one, or have nothing to do with it."""
+    return max(1, rng.choice([1, 2, 3, 4, 8, 16, 32, max_new - 1, max_new, max_new + 1]))
+
+
+@pytest.mark.parametrize("policy", ["cursor", "block"])
+def test_ragged_batch_is_its_rows(policy):
     """A tau per prompt, more prompts than rows, rows that end early: each is what it is alone.
 
     The paper's code got this wrong: finished rows shifted the accepted counts of the live ones.
     """
-    kept, ended_early = [], 0
-    for seed in cases(25, 200):
+    kept, ended_early, boundaries = [], 0, 0
+    for seed in cases(25, 1000):
         rng = random.Random(1000 + seed)
         model, options = tiny_model(rng), random_options(rng)
+        if policy == "block":
+            options["block_cache"] = random_block_cache(rng, options["max_new"])
         prompts = [random_prompt(rng, prompt_length(rng)) for _ in range(rng.randint(2, 8))]
         low, high = (0.0, 1.8) if options["metric"] == "entropy" else (0.1, 1.0)
         taus = [rng.choice([low, high, rng.uniform(low, high)]) for _ in prompts]
@@ -91,19 +99,169 @@ def test_ragged_batch_is_its_rows():
             alone = naive(model, prompt, tau=tau, seed=first_seed + i, **options)
             assert same(result, alone), (seed, i)
             ended_early += len(result.tokens) < options["max_new"]
+            boundaries += len(result.tokens) > (options.get("block_cache") or 1000)
             if not plain_ar(tau, options["metric"]) and options["max_new"] > 2:
                 kept += result.accepted
-    assert sum(kept) / len(kept) >= 2 and ended_early > 10
+    assert sum(kept) / len(kept) >= (2 if policy == "cursor" else 1.5) and ended_early > 10
+    assert policy == "cursor" or boundaries > 10
+
+
+def by_hand(model, prompt: list[int], tau, block: int, block_cache: int, max_new: int):
+    """The paper's block decoding of one prompt, greedy, slowly; tau may be a function of the step.
+
+    At most `block` masks, and never a candidate behind the end of a block of `block_cache`.
+    """
+    tokens, accepted = [], []
+    while tokens[-1:] != [0] and len(tokens) < max_new:
+        left = block_cache - len(tokens) % block_cache
+        ids = prompt + tokens + [1] * min(block, left - 1)
+        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)
+        probs = model.logits(hidden[0, len(prompt + tokens) - 1 :]).softmax(-1)
+        bar = tau(len(accepted)) if callable(tau) else tau
+        count = 0
+        for p, token in zip(*(x.tolist() for x in probs.max(-1))):
+            if count and (p < bar or bar >= 1 or tokens[-1] == 0 or len(tokens) == max_new):
+                break
+            tokens.append(token)
+            count += 1
+        accepted.append(count)
+    return tokens, accepted
+
+
+@torch.inference_mode()
+def test_block_policy_by_hand():
+    kept = []
+    for seed in cases(25, 200):
+        rng = random.Random(6000 + seed)
+        model, block, max_new = tiny_model(rng), rng.randint(1, 8), rng.choice([7, 16, 31, 32, 33])
+        prompts = [random_prompt(rng, prompt_length(rng)) for _ in range(3)]
+        tau, block_cache = rng.choice([0.2, 0.4, 1.0]), rng.choice([4, 5, 8, 16])
+        options = {"tau": tau, "block": block, "block_cache": block_cache, "max_new": max_new}
+        for prompt, result in zip(prompts, generate(model, prompts, **options)):
+            expected = by_hand(model, prompt, tau, block, block_cache, max_new)
+            assert (result.tokens, result.accepted) == expected, (seed, options)
+            kept += result.accepted if tau < 1 else []
+    assert sum(kept) / len(kept) > 1.5
+
+
+def test_block_policy_is_the_cursors_where_no_block_cuts():
+    """At tau >= 1 every run is one token long, and B_cache >= max_new has no boundary."""
+    for seed in cases(25, 1000):
+        rng = random.Random(7000 + seed)
+        model, options = tiny_model(rng), random_options(rng)
+        prompts = [random_prompt(rng, prompt_length(rng)) for _ in range(rng.randint(1, 5))]
+        if rng.random() < 0.5:
+            options["tau"] = 0.0 if options["metric"] == "entropy" else 1.0
+            block_cache = random_block_cache(rng, options["max_new"])
+        else:
+            block_cache = options["max_new"] + rng.randint(0, 3)
+        cursor = generate(model, prompts, rows=3, **options)
+        block = generate(model, prompts, rows=3, block_cache=block_cache, **options)
+        assert all(same(a, b) for a, b in zip(cursor, block)), (seed, options, block_cache)
+
+
+def test_a_full_block_waits_for_the_others_and_costs_no_forward():
+    """The paper's code pays one more forward per filled block; here the next feed commits it."""
+    model = tiny_model(random.Random(3))
+    model.config.eos_token_id = (1,)  # the mask: nothing ends early
+    prompts = [random_prompt(random.Random(i), 5) for i in range(3)]
+    options = Options(block=3, block_cache=4, max_new=12)
+    answers = [
+        Answer(p, model, options, i, tau) for i, (p, tau) in enumerate(zip(prompts, (0, 1, 0)))
+    ]
+    decoder = Decoder(model, answers, options)
+    for _ in range(3):
+        decoder.step()  # prefill gives 4, 1, 4 tokens: two blocks are full at once
+    assert [len(a.tokens) for a in answers] == [4, 1, 4] and decoder.cache.lengths == [5, 5, 5]
+    for count in (2, 3, 4):  # the middle one fills its block; nobody else moves
+        assert [answer.index for answer, _ in decoder.step()] == [1]
+        assert len(answers[1].tokens) == count and decoder.cache.lengths == [5, 5, 5]
+    assert len(decoder.step()) == 3  # all blocks are committed by the forward that goes on
+    assert decoder.cache.lengths == [9, 9, 9] and len(answers[0].tokens) == 8
+    list(decoder)
+    assert [a.forwards for a in answers] == [3, 12, 3]
 
 
 def test_admission_order_changes_nothing():
-    """Seeds belong to prompts: neither the rows nor the neighbours decide what is drawn."""
-    rng = random.Random(5)
-    model = tiny_model(rng)
-    prompts = [random_prompt(rng, rng.randint(1, 30)) for _ in range(9)]
-    options = {"tau": 0.2, "temperature": 1.0, "max_new": 24}
-    results = [generate(model, prompts, rows=rows, **options) for rows in (1, 2, 4, 9)]
-    assert all(same(a, b) for others in results[1:] for a, b in zip(results[0], others))
+    """Seeds belong to prompts: neither the rows, the order nor the neighbours decide a draw."""
+    for seed in cases(10, 100):
+        rng = random.Random(5 + seed)
+        model, block_cache = tiny_model(rng), rng.choice([None, 4])
+        prompts = [random_prompt(rng, rng.randint(1, 30)) for _ in range(9)]
+        options = Options(tau=0.2, temperature=1.0, max_new=24, block_cache=block_cache)
+        expected = [naive_sample(model, prompt, i, block_cache) for i, prompt in enumerate(prompts)]
+        for rows in (1, 2, 4, 9):
+            answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
+            rng.shuffle(answers)
+            list(Decoder(model, answers, options, rows))
+            assert all(same(answer, expected[answer.index]) for answer in answers)
+
+
+def naive_sample(model, prompt, seed, block_cache):
+    options = {"tau": 0.2, "temperature": 1.0, "max_new": 24, "block_cache": block_cache}
+    return naive(model, prompt, seed=seed, **options)
+
+
+@torch.inference_mode()
+def test_tau_acts_at_the_next_step():
+    """Between any two forwards, driven by a function."""
+    now, kept = [1.0], {0.2: [], 1.0: []}
+    options = Options(tau=lambda waiting: now[0], block=4, max_new=40)
+    for seed in cases(10, 100):
+        rng = random.Random(8000 + seed)
+        model, prompt = tiny_model(rng), random_prompt(rng, 9)
+        schedule = [rng.choice([0.2, 1.0]) for _ in range(40)]
+        answer = Answer(prompt, model, options)
+        decoder = Decoder(model, [answer], options)
+        for now[0] in schedule:
+            if not answer.done:
+                decoder.step()
+                kept[now[0]].append(answer.accepted[-1])
+        expected = by_hand(model, prompt, schedule.__getitem__, 4, 1000, 40)
+        assert (answer.tokens, answer.accepted) == expected
+    assert set(kept[1.0]) == {1} and sum(kept[0.2]) / len(kept[0.2]) > 2
+
+
+def test_tau_follows_the_load(toy):
+    """The function gets the number of prompts that wait: here one token at a time while any do."""
+    model, prompts = toy
+    loads = []
+
+    def knob(waiting: int) -> float:
+        loads.append(waiting)
+        return 1.0 if waiting else 0.8
+
+    answers = generate(model, prompts[:5], rows=2, tau=knob, max_new=40)
+    del loads[:5]  # each request was asked once when it was made
+    assert loads[:2] == [4, 3] and loads == sorted(loads, reverse=True) and loads[-1] == 0
+    assert set(answers[0].accepted) == {1} and max(answers[4].accepted) == 5
+
+
+def test_what_a_row_still_holds_is_not_fed_again():
+    """The next turn of a conversation starts where the row is; the text is that of a new row."""
+    shared = 0
+    for seed in cases(25, 200):
+        rng = random.Random(9000 + seed)
+        model, options = (
+            tiny_model(rng),
+            Options(tau=0.3, max_new=20, temperature=rng.choice([0, 1])),
+        )
+        options.block_cache = rng.choice([None, None, 4])
+        decoder = Decoder(model, [], options, 1, longest=200)
+        prompt = random_prompt(rng, rng.randint(1, 70))
+        for turn in range(3):
+            decoder.waiting.append(answer := Answer(prompt, model, options, turn))
+            held = decoder.cache.lengths[0]
+            list(decoder)
+            [fresh] = generate(model, [prompt], **vars(options) | {"seed": turn})
+            assert same(answer, fresh), (seed, turn)
+            spared = fresh.positions - answer.positions
+            assert spared == min(held, len(prompt) - 1) if turn < 2 else spared < held
+            shared += spared > 0
+            prompt = answer.text + random_prompt(rng, rng.randint(0, 3))
+            if turn == 1:  # the user takes back the last words
+                prompt = prompt[: rng.randint(1, held)]
+    assert shared > 20
 
 
 def test_the_mask_of_the_loop_is_the_mask_rule():
@@ -183,7 +341,7 @@ def test_probabilities_are_not_rounded_to_bfloat16():
     logits[..., 3] = 9.5  # p(3) = 0.9995
     options = Options(tau=0.9999, block=1)
     assert logits.softmax(-1).max() == 1
-    _, counts = guess(logits, prepare(tiny_model(random.Random(0)), [[2, 3]], options), options)
+    _, counts = guess(logits, [Answer([2, 3], tiny_model(random.Random(0)), options)], options)
     assert counts.tolist() == [1]
 
 
@@ -232,15 +390,15 @@ def test_guesses_at_a_temperature_by_hand():
     p = torch.tensor([0.5, 0.3, 0.2])
     options, draws = Options(temperature=0.5, tau=0.25, block=1), 3000
     model = tiny_model(random.Random(0))
-    requests = prepare(model, [[2]] * draws, options)
-    tokens, counts = guess(p.log().expand(draws, 2, 3), requests, options)
+    batch = [Answer([2], model, options, i) for i in range(draws)]
+    tokens, counts = guess(p.log().expand(draws, 2, 3), batch, options)
     expected = draws * p**2 / (p**2).sum()
     for position in (0, 1):
         drawn = torch.bincount(tokens[:, position], minlength=3)
         assert ((drawn - expected) ** 2 / expected).sum() < 13.8  # p = 0.001, 2 degrees of freedom
     assert torch.equal(counts == 2, p[tokens[:, 1]] >= 0.25)
     cold = Options(temperature=1e-30, tau=0.25, block=1)  # must not overflow into NaN
-    assert (guess(p.log().expand(draws, 2, 3), requests, cold)[0] == 0).all()
+    assert (guess(p.log().expand(draws, 2, 3), batch, cold)[0] == 0).all()
 
 
 def test_temperature_one_draws_from_the_softmax():
@@ -261,15 +419,19 @@ def test_results_hold_together():
     rng = random.Random(11)
     model = tiny_model(rng)
     prompts = [random_prompt(rng, n) for n in (3, 9)]
-    results = generate(model, prompts, tau=0.2, block=3, max_new=25)
-    for result, prompt in zip(results, prompts):
+    for prompt, result in zip(
+        prompts, generate(model, prompts, rows=1, tau=0.2, block=3, max_new=25)
+    ):
         assert sum(k * n for k, n in result.histogram.items()) == len(result.tokens)
         assert sum(result.histogram.values()) == result.forwards
-        assert result.positions == len(prompt) + 3 + 7 * (result.forwards - 1)
-    events = list(stream(model, prompts, Options(tau=0.2, block=3, max_new=25)))
-    for i in (0, 1):
-        pieces = [tokens for request, tokens in events if request.index == i]
-        assert sum(pieces, []) == results[i].tokens
+        assert result.text == prompt + result.tokens
+        fed = sum(result.accepted[:-1])  # every token once, and three masks each time
+        assert result.positions == len(prompt) + fed + 3 * result.forwards
+    options = Options(tau=0.2, block=3, max_new=25)
+    answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
+    events = list(Decoder(model, answers, options))
+    for answer in answers:
+        assert sum((tokens for other, tokens in events if other is answer), []) == answer.tokens
     assert generate(model, []) == []
 
 
@@ -307,9 +469,11 @@ def test_prompts_that_cannot_run(prompt):
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"rows": 0}, "rows 0"),
         ({"tau": [0.5, 0.6]}, "2 values of tau for 1 prompts"),
-        ({"block": 1000}, "the model has 512 positions in all"),
+        ({"block": 1000}, "or 1000 masks, exceed the model's 512 positions"),
         ({"temperature": float("inf")}, "out of range"),
         ({"seed": 2**70}, "out of range"),
+        ({"block_cache": 0}, "block_cache 0: must be at least 1"),
+        ({"tau": lambda waiting: 7}, "tau 7.0: must be between 0 and 1"),
     ],
 )
 def test_options_that_cannot_run(options, message):
