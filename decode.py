@@ -28,7 +28,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -188,15 +187,6 @@ def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple
 # ------------------------------------------------------------------------------- the decoding loop
 
 
-def cached_mask(slots: Tensor, span: int) -> Tensor:
-    """Mask (R, 1, T, span): new positions in `slots` (R, T) against the first `span` of the cache.
-
-    In a feed [real | masks] the one window of masks comes last, and there `visible` is plain
-    causality. It also hides what earlier forwards left behind the new positions.
-    """
-    return torch.arange(span, device=slots.device) <= slots[:, None, :, None]
-
-
 class Decoder:
     """The loop: append to `waiting` whenever a prompt comes; each `step` is one forward."""
 
@@ -216,48 +206,50 @@ class Decoder:
 
     def __iter__(self) -> Iterator[tuple[Answer, list[int]]]:
         """Until all is done: every answer with its new tokens, as they come."""
-        while self.waiting or any(row and not row.done for row in self.rows):
-            yield from self.step()
+        while news := self.step():
+            yield from news
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Answer, list[int]]]:
-        """Prefill a waiting prompt alone if a row is free, else advance all that are not done."""
+        """Prefill a waiting prompt alone if a row is free, else advance all; [] if none is left."""
         for r, old in enumerate(self.rows):
             if self.waiting and (old is None or old.done):
                 new = self.rows[r] = self.waiting.popleft()
-                held = old.text[: self.cache.lengths[r]] if old else []
-                same = takewhile(lambda pair: pair[0] == pair[1], zip(held, new.text[:-1]))
-                self.cache.rewind(r, len(list(same)))  # a conversation goes on where it was
+                # A conversation, or a common system message, is in the row already.
+                held = zip(old.text[: self.cache.lengths[r]] if old else [], new.text[:-1])
+                self.cache.rewind(
+                    r, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], held))
+                )
                 return self.forward([new], slice(r, r + 1))
+        live = [row for row in self.rows if row and not row.done]
         for r, row in enumerate(self.rows):
-            if row is None or row.done:
-                self.rows[r] = self.cache.rewind(r)  # None; nobody attends over its slots now
+            if live and row and row.done:  # or the others would attend over its slots
+                self.rows[r] = None
+                self.cache.rewind(r)
         # Block policy: a row with a full block sits out until there is no other.
-        ready = [row for row in self.rows if row and row.unfilled] or self.rows
-        return self.forward([row if row in ready else None for row in self.rows], slice(None))
+        ready = [row for row in live if row.unfilled] or live
+        batch = [row if row in ready else None for row in self.rows]
+        return self.forward(batch, slice(None)) if live else []
 
     def forward(self, batch: list[Answer | None], where: slice) -> list[tuple[Answer, list[int]]]:
         """One forward of the rows `where` of the cache; one that is None in `batch` sits it out."""
         for answer in filter(None, batch):
             answer.read_tau(len(self.waiting))
-        pairs, device = list(zip(batch, self.cache.lengths[where])), self.model.device
+        device, pairs = self.model.device, list(zip(batch, self.cache.lengths[where]))
         feeds = [answer.text[length:] if answer else [] for answer, length in pairs]
         C = max(answer.candidates for answer in batch if answer)
         width = max(map(len, feeds)) + C - 1
         masks = [self.model.config.mask_token_id] * width
         tokens = torch.tensor([(feed + masks)[:width] for feed in feeds], device=device)
-        last = torch.tensor([max(0, len(feed) - 1) for feed in feeds], device=device)
+        last = torch.tensor([[max(0, len(feed) - 1)] for feed in feeds], device=device)
 
         slots = self.cache.reserve(width, where)  # a position's slot is its position id, too
-        hidden = self.model(tokens, slots, cached_mask(slots, self.cache.span), self.cache)
-        # Masks, and the tokens of a block not yet full, stay behind as scratch.
+        hidden = self.model(tokens, slots, self.cache.mask(), self.cache)
+        # What is not committed stays behind as scratch: masks, the tokens of an unfilled block.
         self.cache.commit([len(f) - a.unfilled if a else 0 for a, f in zip(batch, feeds)])
 
-        at = (last[:, None] + torch.arange(C, device=device))[
-            ..., None
-        ]  # the real one, C - 1 masks
-        hidden = hidden.gather(1, at.expand(-1, -1, hidden.size(-1)))
-        logits = self.model.logits(hidden.flatten(0, 1)).unflatten(0, (len(batch), C))
+        at = (last + torch.arange(C, device=device))[..., None].expand(-1, -1, hidden.size(-1))
+        logits = self.model.logits(hidden.gather(1, at).flatten(0, 1)).unflatten(0, (-1, C))
         guesses, counts = guess(logits, batch, self.options)
         decided = torch.cat([guesses, counts[:, None]], dim=1).tolist()  # all rows in one copy
         return [
@@ -345,10 +337,12 @@ def say(decoder: Decoder, chat: Chat, show: bool) -> None:
             print("tokens that came together:", *legend, "or more" * (answer.block > 5))
 
 
-def converse(model: Qwen2, chat: Chat, options: Options, start: list[dict], show: bool) -> None:
+def converse(model: Qwen2, chat: Chat, options: Options, system: list[dict], show: bool) -> None:
     """A conversation; the cache keeps it, so that every turn feeds only what is new."""
+    with suppress(ImportError):  # on Windows
+        import readline  # noqa: F401  arrow keys and history for input()
     decoder = Decoder(model, [], options, 1, model.config.max_position_embeddings)
-    messages, turn = list(start), 0
+    messages, turn = list(system), 0
     note("/tau 0.7 sets tau, /reset forgets, Ctrl-C ends an answer, Ctrl-D the conversation")
     with suppress(EOFError):
         while True:
@@ -358,7 +352,7 @@ def converse(model: Qwen2, chat: Chat, options: Options, start: list[dict], show
                     plain_ar(float(line[4:]), options.metric)
                     options.tau = float(line[4:])
                 elif line == "/reset":
-                    messages = list(start)
+                    messages = list(system)
                 elif line:
                     asked = [*messages, {"role": "user", "content": line}]
                     answer = Answer(chat.encode(chat.prompt(asked)), model, options, turn)
@@ -371,26 +365,28 @@ def converse(model: Qwen2, chat: Chat, options: Options, start: list[dict], show
                 note(f"error: {error}")
 
 
-def read_prompts(path: Path, start: list[dict], model: Qwen2, chat: Chat, options: Options):
+def read_prompts(path: Path, system: list[dict], model: Qwen2, chat: Chat, options: Options):
     """Ids and answers-to-be of a file: a prompt per line, or JSONL with `prompt` or `messages`."""
-    ids, answers = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line) if line.startswith("{") else {"prompt": line}
-            messages = row.get("messages") or [*start, {"role": "user", "content": row["prompt"]}]
-            prompt = chat.encode(chat.prompt(messages))
-            answers.append(Answer(prompt, model, options, len(answers), row.get("tau")))
-            ids.append(row.get("id", number))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number}: not a prompt that can be used ({error!r})") from None
+    ids, answers, number = [], [], 0
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+            if line.strip():
+                row = json.loads(line) if line.startswith("{") else {"prompt": line}
+                user = {"role": "user", "content": row.get("prompt")}
+                messages = row.get("messages") or [*system, user]
+                if not all(isinstance(m, dict) and type(m.get("content")) is str for m in messages):
+                    raise ValueError("neither a prompt nor messages of text")
+                prompt = chat.encode(chat.prompt(messages))
+                answers.append(Answer(prompt, model, options, len(answers), row.get("tau")))
+                ids.append(row.get("id", number))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}:{number}: not a usable prompt ({error})") from None
     if not answers:
         raise UserError(f"{path}: empty; expected a prompt per line, or JSONL")
     return ids, answers
 
 
-def serve(decoder: Decoder, chat: Chat, ids: list, out: TextIO) -> None:
+def serve(decoder: Decoder, chat: Chat, ids: list, out) -> None:
     """Answer all; a line of JSON each, in input order, as soon as those before it are done."""
     waiting, done, began = deque(zip(ids, decoder.waiting)), [], time.perf_counter()
     with tqdm(total=len(ids), unit="prompt", disable=None) as bar:
@@ -400,10 +396,9 @@ def serve(decoder: Decoder, chat: Chat, ids: list, out: TextIO) -> None:
                 bar.update()
                 bar.set_postfix_str(statistics(done, time.perf_counter() - began))
             while waiting and waiting[0][1].done:
-                id, first = waiting.popleft()
-                row = {"id": id, "text": chat.decode(first.tokens), "tokens": len(first.tokens)}
-                row["forwards"] = first.forwards
-                print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
+                name, first = waiting.popleft()
+                row = {"id": name, "text": chat.decode(first.tokens), "tokens": len(first.tokens)}
+                print(json.dumps(row | {"forwards": first.forwards}, ensure_ascii=False), file=out)
     note(statistics(done, time.perf_counter() - began))
 
 
@@ -414,7 +409,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--prompt", help="what the user says")
-    add("--prompts", type=Path, help="file: a prompt per line, or JSONL: prompt or messages, id, tau")
+    add("--prompts", type=Path, help="a file: one per line, or JSONL (prompt or messages; id, tau)")
     add("--chat", action="store_true", help="a conversation, with a knob: /tau 0.7")
     add = parser.add_argument
     add("--system", help="a system message before it; None: as the chat template has it")
@@ -434,13 +429,18 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.prompts and (args.out or args.tau_busy is not None):
+        parser.error("--out and --tau-busy go with --prompts")
+    return args
 
 
 def main() -> None:
     args = parse_arguments()
     calm, busy = args.tau, args.tau if args.tau_busy is None else args.tau_busy
     plain = plain_ar(calm, args.metric) and plain_ar(busy, args.metric)
+    if args.prompt is not None and not args.prompt.strip():
+        raise UserError("--prompt is empty")
     options = Options(**{k: v for k, v in vars(args).items() if k in Options.__dataclass_fields__})
     device, dtype = place(args.device, args.dtype)
     if args.model is None:
@@ -448,19 +448,19 @@ def main() -> None:
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
     if not (plain or args.block or model.config.block_size):
         note("config.json names no block_size: if the model never learnt masks, use --tau 1")
-    start = [{"role": "system", "content": args.system}] if args.system else []
+    system = [{"role": "system", "content": args.system}] if args.system else []
     show = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
     if args.chat:
-        return converse(model, chat, options, start, show)
+        return converse(model, chat, options, system, show)
     if args.prompts:
         options.tau = lambda waiting: busy if waiting else calm
-        ids, answers = read_prompts(args.prompts, start, model, chat, options)
+        ids, answers = read_prompts(args.prompts, system, model, chat, options)
         with open(args.out, "w", encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
             serve(Decoder(model, answers, options, args.rows), chat, ids, out)
     else:
-        prompt = chat.prompt([*start, {"role": "user", "content": args.prompt}])
+        prompt = chat.prompt([*system, {"role": "user", "content": args.prompt}])
         answers = [Answer(chat.encode(prompt), model, options)]
-        next(iter(Decoder(model, [Answer([0], model, options)], options)))  # start-up, untimed
+        Decoder(model, [Answer([0], model, options)], options).step()  # start-up, untimed
         say(Decoder(model, answers, options), chat, show)
     tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
     if not plain and forwards >= 8 and tokens < 1.05 * forwards:

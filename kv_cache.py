@@ -45,6 +45,14 @@ class KVCache:
         self.slots = lengths[:, None] + torch.arange(width, device=self.k.device)
         return self.slots
 
+    def mask(self) -> Tensor:
+        """(R, 1, width, span), True where a reserved position may look: at slots up to its own.
+
+        In a feed [real | masks] the one window of masks comes last, and there `model.visible` is
+        plain causality. It also hides what earlier forwards left behind.
+        """
+        return torch.arange(self.span, device=self.k.device) <= self.slots[:, None, :, None]
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, width, head_dim) into the reserved slots; views of the span."""
         slots = self.slots[:, None, :, None].expand_as(k)

@@ -13,10 +13,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from decode import METRICS, Answer, generate, plain_ar
-from model import UserError, load, place, run
+from model import Chat, UserError, load, place, run
 from train import Rows
 
 ROOT = Path(__file__).parent.parent
+
+
+def read_problems(path: Path, limit: int | None) -> list[dict]:
+    """The first `limit` rows, each with a prompt and an answer."""
+    rows = list(Rows(path))[:limit]
+    if not rows or (limit or 1) < 1:
+        raise UserError(f"--limit {limit}: must be at least 1")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("prompt"), str) or "answer" not in row:
+            raise UserError(f"{path}: row {number} lacks prompt or answer")
+    return rows
+
+
+def encode(chat: Chat, problems: list[dict]) -> list[list[int]]:
+    turns = [[{"role": "user", "content": row["prompt"]}] for row in problems]
+    return [chat.encode(chat.prompt(turn)) for turn in turns]
 
 
 def last_number(text: str) -> str | None:
@@ -24,8 +40,14 @@ def last_number(text: str) -> str | None:
     return numbers[-1].replace(",", "") if numbers else None
 
 
-def tokens_per_forward(results: list[Answer]) -> float:
-    return sum(len(r.tokens) for r in results) / sum(r.forwards for r in results)
+def accuracy(chat: Chat, answers: list[Answer], problems: list[dict]) -> float:
+    texts = [chat.decode(answer.tokens) for answer in answers]
+    right = [last_number(text) == str(row["answer"]) for text, row in zip(texts, problems)]
+    return sum(right) / len(right)
+
+
+def tokens_per_forward(answers: list[Answer]) -> float:
+    return sum(len(a.tokens) for a in answers) / sum(a.forwards for a in answers)
 
 
 def main() -> None:
@@ -40,6 +62,7 @@ def main() -> None:
     add("--tau", type=float, nargs="+", default=[1, .95, .9, .8, .7, .6, .5], help="thresholds")
     add("--metric", choices=METRICS, default="probability", help="of confidence")
     add("--block", type=int, help="masks per forward; None is what the checkpoint was trained with")
+    add("--block-cache", type=int, help="the paper's blocks of so many tokens; None is the cursor")
     add("--limit", type=int, help="only the first so many problems")
     add("--rows", type=int, default=32, help="problems decoded at a time")
     add("--max-new", type=int, default=256, help="most tokens per problem")
@@ -48,26 +71,18 @@ def main() -> None:
     # fmt: on
     args = parser.parse_args()
 
-    rows = list(Rows(args.data))[: args.limit]
-    if not rows or (args.limit or 1) < 1:
-        raise UserError(f"--limit {args.limit}: must be at least 1")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("prompt"), str) or "answer" not in row:
-            raise UserError(f"{args.data}: row {number} lacks prompt or answer")
+    problems = read_problems(args.data, args.limit)
     for tau in args.tau:
         plain_ar(tau, args.metric)  # raises for one that cannot be, before the table begins
     model, chat = load(args.model, *place(args.device, args.dtype))
-    turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    prompts = [chat.encode(chat.prompt(turn)) for turn in turns]
-    options = {"metric": args.metric, "block": args.block, "max_new": args.max_new}
-    print(f"{args.model}, {args.data}: {len(rows)} problems\n")
+    prompts = encode(chat, problems)
+    options = {name: getattr(args, name) for name in ("metric", "block", "block_cache", "max_new")}
+    print(f"{args.model}, {args.data}: {len(problems)} problems\n")
     print("|  tau | accuracy | tokens/forward |\n|-----:|---------:|---------------:|")
     for tau in args.tau:
-        results = generate(model, prompts, args.rows, tau=tau, **options)
-        texts = [chat.decode(result.tokens) for result in results]
-        right = sum(last_number(text) == str(row["answer"]) for text, row in zip(texts, rows))
-        accuracy, speed = right / len(rows), tokens_per_forward(results)
-        print(f"| {tau:4g} | {accuracy:8.1%} | {speed:14.2f} |", flush=True)
+        answers = generate(model, prompts, args.rows, tau=tau, **options)
+        right, speed = accuracy(chat, answers, problems), tokens_per_forward(answers)
+        print(f"| {tau:4g} | {right:8.1%} | {speed:14.2f} |", flush=True)
 
 
 if __name__ == "__main__":

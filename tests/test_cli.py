@@ -14,8 +14,8 @@ from common import ROOT
 
 import decode
 import train
-from bench import pareto
-from model import Chat, UserError, run
+from bench import burst, pareto, speed
+from model import Chat, UserError, load, run
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
 PROMPT += "How many plums does Mia have now?"
@@ -101,6 +101,139 @@ def test_interrupting_keeps_the_text_so_far(cli, monkeypatch):
     status, out, err = cli(decode, "--prompt", PROMPT)
     assert status == 130 and out.startswith("The 5 bags") and "in 3 forwards" in out
     assert "Traceback" not in err
+
+
+def test_prompts_from_a_file(cli, tmp_path):
+    """Results in input order, whatever finishes first; a tau and an id of one's own."""
+    problems = [json.loads(line) for line in (ROOT / "toy/test.jsonl").read_text().splitlines()[:7]]
+    rows = [{"prompt": problem["prompt"]} for problem in problems]
+    rows[1] |= {"id": "slow", "tau": 1}
+    rows[2] = {"messages": [{"role": "user", "content": rows[2]["prompt"]}], "id": None}
+    (tmp_path / "in.jsonl").write_text("\ufeff" + "\r\n\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "in.txt").write_text("\n".join(problem["prompt"] for problem in problems))
+    given = ("--prompts", tmp_path / "in.jsonl", "--rows", 3)
+    status, out, err = cli(decode, *given)
+    results = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and "tokens per forward" in err
+    assert [list(row) for row in results] == 7 * [["id", "text", "tokens", "forwards"]]
+    assert [row["id"] for row in results] == [1, "slow", None, 7, 9, 11, 13]  # else the line
+    for row, problem in zip(results, problems):
+        assert row["text"].endswith(f"The answer is {problem['answer']}.")
+    assert results[1]["tokens"] == results[1]["forwards"]
+    assert all(row["tokens"] > 2 * row["forwards"] for row in results[2:])
+
+    status, out, err = cli(decode, *given, "--out", tmp_path / "out.jsonl")
+    written = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert status == 0 and out == "" and list(map(json.loads, written)) == results
+    status, out, _ = cli(decode, "--prompts", tmp_path / "in.txt", "--block-cache", 8)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == [r["text"] for r in results]
+
+
+def test_tau_falls_while_prompts_wait(cli, tmp_path):
+    """--tau 1 --tau-busy .5, one row: all but the last answer several tokens at a time."""
+    (tmp_path / "in.txt").write_text(3 * (PROMPT + "\n"))
+    given = ("--prompts", tmp_path / "in.txt", "--rows", 1, "--tau", 1, "--tau-busy", 0.5)
+    status, out, _ = cli(decode, *given)
+    *busy, calm = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and calm["tokens"] == calm["forwards"]
+    assert all(row["tokens"] > 3 * row["forwards"] for row in busy)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "in: empty; expected a prompt per line, or JSONL"),
+        (" \n\n", "in: empty; expected a prompt per line, or JSONL"),
+        (PROMPT + "\n{not json}", "in:2: not a usable prompt (Expecting property name"),
+        ('{"question": "?"}', "in:1: not a usable prompt (neither a prompt nor messages of text)"),
+        ('{"prompt": null}', "neither a prompt nor messages of text"),
+        ('{"messages": [{"role": "user", "content": null}]}', "nor messages of text"),
+        ('{"messages": "hello"}', "nor messages of text"),
+        ('{"messages": 7}', "in:1: not a usable prompt ("),
+        ('{"messages": [{"role": "user"}]}', "nor messages of text"),
+        ('{"prompt": "?", "tau": 2}', "in:1: not a usable prompt (tau 2.0: must be between 0"),
+        ('{"prompt": "?", "tau": "low"}', "in:1: not a usable prompt (could not convert"),
+        ("?\n" + 3000 * "plums ", "in:2: not a usable prompt (a prompt of 3"),
+        (b"caf\xe9", "in:0: not a usable prompt ('utf-8' codec"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_bad_prompt_files(cli, tmp_path, content, message):
+    """An error in any line comes before the first answer, and before --out is touched."""
+    if content is not None:
+        path = tmp_path / "in"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    model = ("--model", ROOT / "toy/mars", "--out", tmp_path / "out")
+    one_line(cli(decode, *model, "--prompts", tmp_path / "in"), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversation(cli, monkeypatch):
+    """/tau acts at once, a bad one changes nothing, /reset forgets, an interrupted answer stays."""
+    prompts, positions, step = [], [], decode.Decoder.step
+    lines = [PROMPT, "/tau 1", "And now?", "/tau 7", "/tau x", "/nonsense", "", "/reset", PROMPT]
+    typed = iter(lines)
+
+    def spy(self):
+        news = step(self)
+        for answer, _ in news:
+            if answer.forwards == 1:
+                prompts.append(answer.text[: -len(answer.tokens)])
+                positions.append(answer.positions)
+        return news
+
+    def prompt(_):
+        for line in typed:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr(decode.Decoder, "step", spy)
+    monkeypatch.setattr("builtins.input", prompt)
+    status, out, err = cli(decode, "--chat", "--tau", 0.8, "--model", ROOT / "toy/mars")
+    turns = [line for line in out.splitlines() if "tokens in" in line]
+    assert status == 0 and len(turns) == 3
+    assert "3.40 tokens per forward" in turns[0] and " 1.00 tokens per forward" in turns[1]
+    assert out.count("The answer is 43.") == 2  # again after /reset
+    assert prompts[2] == prompts[0] and prompts[1][: len(prompts[0])] == prompts[0]
+    assert positions[0] == len(prompts[0]) + 4  # all of it, and the masks
+    assert positions[1] < 20 and positions[2] == 1  # the rest was in the cache: only what is new
+    assert "error: tau 7.0: must be between 0 and 1" in err and err.count("error: ") == 3
+
+
+def test_interrupting_an_answer_keeps_the_conversation(cli, monkeypatch):
+    step, calls, seen = decode.Decoder.step, itertools.count(), []
+    typed = iter([PROMPT, PROMPT, "/reset"])
+
+    def interrupted(self):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        seen.extend(self.waiting)
+        return step(self)
+
+    monkeypatch.setattr(decode.Decoder, "step", interrupted)
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    with pytest.raises(StopIteration):
+        cli(decode, "--chat", "--model", ROOT / "toy/mars")
+    first, second = seen
+    assert first.done and first.forwards == 3 and second.forwards > 3
+    assert second.text[: len(first.text)] == first.text  # the half answer is part of it
+
+
+def test_shading(cli):
+    """Off unless asked for; --show alone means on a terminal, which this is not."""
+    plain = cli(decode, "--prompt", PROMPT)[1].splitlines()[0]
+    assert cli(decode, "--prompt", PROMPT, "--show")[1].splitlines()[0] == plain
+    status, out, _ = cli(decode, "--prompt", PROMPT, "--show", "always")
+    shaded, _, legend = out.splitlines()
+    pieces = re.findall(r"\033\[38;5;16;48;5;(\d+)m(.*?)\033\[0m", shaded)
+    assert status == 0 and "".join(text for _, text in pieces) == plain
+    keys = re.findall(r"\033\[38;5;16;48;5;(\d+)m (\d) \033\[0m", legend)
+    assert [number for _, number in keys] == list("12345") and "or more" not in legend
+    assert (
+        len({blue for blue, _ in keys}) == 5 and {blue for blue, _ in pieces} <= dict(keys).keys()
+    )
+    assert dict(pieces)[keys[0][0]] and shaded.startswith(f"\033[38;5;16;48;5;{keys[0][0]}mThe")
+    assert decode.shade("a\nb", 9).count("\033[0m") == 2  # no colour runs to the end of a line
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -334,6 +467,53 @@ def test_the_table_over_tau(cli, data):
     one_line(cli(pareto, "--tau", 1, 3), "tau 3.0: must be between 0 and 1")
 
 
+def test_the_waiting_time_of_a_single_queue():
+    """One row, one token at a time: start when the last one ended, but not before arriving."""
+    model, chat = load(str(ROOT / "toy/mars"))
+    problems = pareto.read_problems(ROOT / "toy/test.jsonl", 8)
+    times = burst.arrivals(8, calm=60, burst=5, period=4)
+    done = burst.replay(model, pareto.encode(chat, problems), times, 1.0, rows=1)
+    free = 0.0
+    for answer, waited, (arrival, _) in zip(done.answers, done.waited, times):
+        start = max(free, arrival)
+        free = start + len(answer.tokens)
+        assert waited == pytest.approx(start + 1 - arrival)
+    assert done.queue[-1][0] == pytest.approx(free) and max(done.waited) > 40
+
+
+def test_the_table_of_the_burst(cli, tmp_path):
+    """What the knob is for: less waiting than a fixed 0.95, more right than a fixed 0.5."""
+    pytest.importorskip("matplotlib", reason="the plot needs bench/requirements.txt")
+    options = ("--limit", 60, "--period", 60, "--burst", 1, "--plot", tmp_path / "burst.png")
+    status, out, _ = cli(burst, *options)
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")][1:]
+    waits = {name.strip(): float(in_bursts) for name, _, _, in_bursts, *_ in rows}
+    assert status == 0 and (tmp_path / "burst.png").stat().st_size > 10_000
+    assert waits["1"] > waits["0.95"] > waits["0.95 to 0.5"] >= waits["0.5"]
+    one_line(cli(burst, "--calm", 0), "--calm 0.0: must be at least 0.001")
+
+
+def test_the_table_of_speeds(cli):
+    options = ("--limit", 6, "--rows", 1, 4, "--rounds", 1, "--max-new", 24)
+    status, out, _ = cli(speed, "--table5", *options)
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")]
+    assert status == 0 and len(rows) == 2 * 11
+    table = {
+        name.strip(): [float(cell.strip(" %")) for cell in cells] for name, *cells in rows[1:11]
+    }
+    assert table["AR"][1:3] == [1, 1] and table["MARS, cursor"][2] > 2
+    assert table["MARS, B_cache 256"][2] == table["MARS, no cache"][2] == table["MARS, cursor"][2]
+    assert table["MARS, B_cache 4"][2] < table["MARS, cursor"][2]
+    one_line(cli(speed, "--table5", "--rounds", 0), "--rounds 0: must be at least 1")
+    assert cli(speed)[0] == 2
+
+
+def test_one_long_answer(cli):
+    status, out, _ = cli(speed, "--long", 300)
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")][1:]
+    assert status == 0 and len(rows) == 8 and int(rows[-1][0]) == 300
+
+
 def test_a_system_message_and_a_type_are_used(cli, monkeypatch):
     seen = {}
 
@@ -366,7 +546,7 @@ def test_the_readme_is_true(capsys, monkeypatch):
 
 
 def test_help_names_every_option(cli):
-    for module in (decode, train, pareto):
+    for module in (decode, train, pareto, burst, speed):
         status, out, _ = cli(module, "--help")
         assert status == 0 and "--model" in out and "default" in out
         assert os.environ.get("HOME", "?") not in out

@@ -13,7 +13,6 @@ from decode import (
     Decoder,
     Options,
     accepted_lengths,
-    cached_mask,
     confidences,
     generate,
     guess,
@@ -265,18 +264,21 @@ def test_what_a_row_still_holds_is_not_fed_again():
 
 
 def test_the_mask_of_the_loop_is_the_mask_rule():
-    """[committed | real | masks | left over]: the loop's plain causality is `visible` there."""
+    """[committed | real | masks | left over]: the cache's plain causality is `visible` there."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
-        length, real, width = rng.randint(0, 20), rng.randint(1, 5), rng.randint(6, 12)
-        slots = torch.arange(length, length + width)[None]
+        length, real, width = rng.randint(0, 70), rng.randint(1, 5), rng.randint(6, 12)
+        cache = KVCache(tiny_model(rng).config, 2, 100, "cpu", torch.float64)
+        cache.lengths = [length, rng.randint(0, 88)]  # the second row decides on the span
+        slots = cache.reserve(width)[:1]
         start = torch.where(slots < length + real, slots + 1, length + real)
         k_pos = torch.arange(length + width)
         k_start = torch.cat([k_pos[:length] + 1, start[0]])
         expected = visible(slots[..., None], start[..., None], 0, k_pos, k_start, 0)
-        mask = cached_mask(slots, length + width + 7)
+        mask = cache.mask()
+        assert mask.shape == (2, 1, width, cache.span)
         assert torch.equal(mask[0, 0, :, : length + width], expected[0])
-        assert not mask[..., length + width :].any()
+        assert not mask[0, ..., length + width :].any()
 
 
 def test_toy_model_in_a_batch_is_the_naive_decoder(toy):

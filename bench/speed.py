@@ -1,0 +1,209 @@
+"""Speed of decoding, measured side by side in one run.
+
+    python bench/speed.py --table5        # the paper's Table 5: what a cache buys in a batch
+    python bench/speed.py --long 4096     # one long answer: time and memory as it grows
+
+A ratio is the median over rounds in which all settings run in turn, so that a machine whose speed
+drifts is unfair to none. On a CPU in float32 a forward of more positions takes more time, which a
+GPU that waits for its memory hardly notices: there the ratios are nearer to tokens per forward.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.nn.functional as F
+
+from bench.pareto import ROOT, accuracy, encode, read_problems, tokens_per_forward
+from decode import Answer, Decoder, Options
+from kv_cache import KVCache
+from model import Chat, Config, Qwen2, UserError, initialize, load, place, run
+
+BLOCKS = (4, 8, 16, 32, 64, 128, 256)
+SHAPES = {"0.5B": (896, 4864, 24, 14, 2, 151936)}  # Qwen2.5's
+
+
+def machine(model: Qwen2) -> str:
+    dtype = str(model.model.norm.weight.dtype).removeprefix("torch.")
+    if model.device.type == "cuda":
+        name = torch.cuda.get_device_name(model.device)
+    else:
+        name = f"{model.device.type}, {torch.get_num_threads()} threads"
+    return f"{name}, {dtype}, torch {torch.__version__}"
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------------------ Table 5
+
+
+def forget(counts: list[int]) -> None:
+    """In place of `KVCache.commit`: nothing is kept, so every forward feeds the whole text."""
+
+
+def decode(model: Qwen2, prompts: list, options: Options, rows: int, cache: bool):
+    """Answers to all prompts, and the seconds that they took."""
+    answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
+    decoder = Decoder(model, answers, options, rows)
+    if not cache:
+        decoder.cache.commit = forget
+    wait(model.device)
+    began = time.perf_counter()
+    for _ in decoder:
+        pass
+    wait(model.device)
+    return answers, time.perf_counter() - began
+
+
+def table5(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
+    """Every setting at every number of rows: tok/s, and its ratio to AR of the same round."""
+    problems = read_problems(args.data, args.limit)
+    prompts, mars = encode(chat, problems), Options(tau=args.tau, max_new=args.max_new)
+    settings = {"AR": (replace(mars, tau=1.0), True), "MARS, no cache": (mars, False)}
+    settings |= {f"MARS, B_cache {n}": (replace(mars, block_cache=n), True) for n in BLOCKS}
+    settings["MARS, cursor"] = (mars, True)
+    print(f"{args.model}, {len(problems)} problems, tau {args.tau}; {machine(model)}")
+    print(
+        f"medians of {args.rounds} rounds, in each of which all settings of a table run in turn\n"
+    )
+    for rows in args.rows:
+        seconds, answers = {name: [] for name in settings}, {}
+        decode(model, prompts[: 2 * rows], mars, rows, True)  # start-up, untimed
+        for _ in range(args.rounds):
+            for name, (options, cache) in settings.items():
+                answers[name], time_taken = decode(model, prompts, options, rows, cache)
+                seconds[name].append(time_taken)
+        heading = f"{rows} row{'s' * (rows > 1)}"
+        print(f"| {heading:17} | tok/s | x AR | tok/forward | accuracy | efficiency |")
+        print("|:------------------|------:|-----:|------------:|---------:|-----------:|")
+        ar_speeds = speeds(answers["AR"], seconds["AR"])
+        for name, given in answers.items():
+            here = speeds(given, seconds[name])
+            ratio = statistics.median(speed / ar for speed, ar in zip(here, ar_speeds))
+            each, right = tokens_per_forward(given), accuracy(chat, given, problems)
+            print(
+                f"| {name:17} | {statistics.median(here):5.0f} | {ratio:4.2f} | {each:11.2f} "
+                f"| {right:8.1%} | {ratio / each:10.2f} |",
+                flush=True,
+            )
+        print()
+
+
+def speeds(answers: list[Answer], seconds: list[float]) -> list[float]:
+    """Tokens per second in each round."""
+    tokens = sum(len(answer.tokens) for answer in answers)
+    return [tokens / taken for taken in seconds]
+
+
+# --------------------------------------------------------------------------------- one long answer
+
+
+def resident() -> float:
+    """MiB of this process in memory (Linux), or that torch has allocated on the GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / 2**20
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+
+def attention_alone(
+    model: Qwen2, cache: KVCache, length: int, width: int, times: int = 30
+) -> float:
+    """Milliseconds that all layers' attention takes for `width` queries over `length` slots."""
+    config, like = model.config, cache.k
+    q = torch.randn(1, config.num_attention_heads, width, config.head_dim).to(like)
+    mask = torch.ones(1, 1, width, length, dtype=torch.bool, device=like.device)
+    taken = []
+    for _ in range(times):
+        wait(like.device)
+        began = time.perf_counter()
+        for k, v in zip(cache.k[..., :length, :], cache.v[..., :length, :]):
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        wait(like.device)
+        taken.append(time.perf_counter() - began)
+    return 1000 * statistics.median(taken)
+
+
+def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
+    """tau = 0 accepts all guesses: what is said is nonsense, what it costs is not."""
+    config = model.config
+    config.max_position_embeddings = args.long + 1
+    config.eos_token_id = (config.mask_token_id,)  # never predicted: nothing ends the answer
+    options = Options(tau=0.0, max_new=args.long)
+    before = resident()
+    answer = Answer([0], model, options)
+    decoder = Decoder(model, [answer], options)
+    size = 2 * decoder.cache.k.numel() * decoder.cache.k.element_size() / 2**20
+    print(f"{args.shape or args.model}; {machine(model)}; cache {size:.1f} MiB\n")
+    print("| tokens so far | ms/forward | attention alone | the rest | ms/token | memory, MiB |")
+    print("|--------------:|-----------:|----------------:|---------:|---------:|------------:|")
+    decoder.step()
+    while not answer.done:
+        start, taken = len(answer.tokens), []
+        goal = min(args.long, start + args.long // 8)
+        while len(answer.tokens) < goal:
+            began = time.perf_counter()
+            decoder.step()  # ends with a copy to the host, so it needs no other wait
+            taken.append(time.perf_counter() - began)
+        gained, ms = len(answer.tokens) - start, 1000 * statistics.median(taken)
+        alone = attention_alone(model, decoder.cache, decoder.cache.span, 2 * answer.block + 1)
+        print(
+            f"| {len(answer.tokens):13} | {ms:10.2f} | {alone:15.2f} | {ms - alone:8.2f} "
+            f"| {1000 * sum(taken) / gained:8.2f} | {resident() - before:+11.1f} |",
+            flush=True,
+        )
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
+    """Random weights in the shape of a Qwen2.5: they accept nothing, but cost what real ones do."""
+    hidden, inner, layers, heads, kv_heads, words = SHAPES[shape]
+    config = Config(words, hidden, inner, layers, heads, kv_heads, 32768, 1e6, 1e-6, True)
+    config.eos_token_id, config.mask_token_id = (words - 1,), words - 2
+    return initialize(config, seed=0).to(device, dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Speed of decoding, measured side by side in one run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    # fmt: off
+    add("--table5", action="store_true", help="AR, no cache, block cache and cursor, in batches")
+    add("--long", type=int, help="one answer of so many tokens")
+    add("--model", default=str(ROOT / "toy/mars"), help="directory or hub id")
+    add("--shape", choices=SHAPES, help="with --long: random weights in this shape instead")
+    add("--data", type=Path, default=ROOT / "toy/test.jsonl", help='JSONL, "prompt" and "answer"')
+    add("--limit", type=int, default=100, help="only the first so many problems")
+    add("--rows", type=int, nargs="+", default=[1, 4, 8, 16], help="problems decoded at a time")
+    add("--rounds", type=int, default=5, help="of which the median is printed")
+    add("--tau", type=float, default=0.95, help="of MARS")
+    add("--max-new", type=int, default=256, help="most tokens per problem")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
+    # fmt: on
+    args = parser.parse_args()
+    if not args.table5 and args.long is None:
+        parser.error("what to measure: --table5 or --long")
+    for name in ("rounds", "long"):
+        if (getattr(args, name) or 1) < 1:
+            raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
+    device, dtype = place(args.device, args.dtype)
+    model, chat = load(args.model, device, dtype)
+    if args.table5:
+        table5(model, chat, args)
+    if args.long:
+        long_answer(random_model(args.shape, device, dtype) if args.shape else model, args)
+
+
+if __name__ == "__main__":
+    run(main)
