@@ -309,7 +309,9 @@ class TextStream:
 def shade(text: str, count: int) -> str:
     """Black on blue, the deeper the more tokens came together, whatever the terminal's colours."""
     colour = f"\033[38;5;16;48;5;{(255, 195, 153, 117, 111, 75)[min(count, 6) - 1]}m"
-    return colour + text.replace("\n", f"\033[0m\n{colour}") + "\033[0m"
+    words = text.lstrip()  # a gap before each forward's shows where it begins
+    gap = text[: len(text) - len(words)]
+    return gap + colour + words.replace("\n", f"\033[0m\n{colour}") + "\033[0m"
 
 
 def note(line: str) -> None:
@@ -333,7 +335,7 @@ def say(decoder: Decoder, chat: Chat, show: bool) -> None:
         answer.done = True
         print("\n" + statistics([answer], time.perf_counter() - began))
         if show:
-            legend = [shade(f" {n} ", n) for n in range(1, min(answer.block + 1, 6) + 1)]
+            legend = [shade(f"{n} ", n) for n in range(1, min(answer.block + 1, 6) + 1)]
             print("tokens that came together:", *legend, "or more" * (answer.block > 5))
 
 
@@ -353,6 +355,8 @@ def converse(model: Qwen2, chat: Chat, options: Options, system: list[dict], sho
                     options.tau = float(line[4:])
                 elif line == "/reset":
                     messages = list(system)
+                elif line.startswith("/"):
+                    raise UserError(f"{line}: there are /tau 0.7 and /reset")
                 elif line:
                     asked = [*messages, {"role": "user", "content": line}]
                     answer = Answer(chat.encode(chat.prompt(asked)), model, options, turn)
@@ -363,6 +367,7 @@ def converse(model: Qwen2, chat: Chat, options: Options, system: list[dict], sho
                     messages, turn = [*asked, said], turn + 1
             except ValueError as error:  # a UserError is one, too
                 note(f"error: {error}")
+    print()
 
 
 def read_prompts(path: Path, system: list[dict], model: Qwen2, chat: Chat, options: Options):

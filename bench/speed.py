@@ -166,8 +166,10 @@ def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
     """Random weights in the shape of a Qwen2.5: they accept nothing, but cost what real ones do."""
     hidden, inner, layers, heads, kv_heads, words = SHAPES[shape]
-    config = Config(words, hidden, inner, layers, heads, kv_heads, 32768, 1e6, 1e-6, True)
-    config.eos_token_id, config.mask_token_id = (words - 1,), words - 2
+    config = Config(
+        words, hidden, inner, layers, heads, kv_heads, 32768, 1e6, tie_word_embeddings=True,
+        eos_token_id=(words - 1,), mask_token_id=words - 2,
+    )  # fmt: skip
     return initialize(config, seed=0).to(device, dtype)
 
 
@@ -194,9 +196,9 @@ def main() -> None:
     args = parser.parse_args()
     if not args.table5 and args.long is None:
         parser.error("what to measure: --table5 or --long")
-    for name in ("rounds", "long"):
-        if (getattr(args, name) or 1) < 1:
-            raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
+    for name, value in (("rounds", args.rounds), ("long", args.long)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: must be at least 1")
     device, dtype = place(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
     if args.table5:
