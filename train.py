@@ -251,12 +251,25 @@ def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
     return model(batch.tokens, batch.pos, visible(*queries, *keys))
 
 
-def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(noisy, clean): the weighted sums of cross-entropies that make the paper's loss."""
+def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, Tensor]:
+    """(noisy, clean): the weighted sums of cross-entropies that make the paper's loss.
+
+    distill: a mask learns the distribution that the clean stream has for its token (and that is
+    already computed) instead of the one token that was drawn from it: what the model itself would
+    say is what decoding asks of a guess.
+    """
     at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
     logits = model.logits(hidden_states(model, batch)[at])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # not in bfloat16
     cross_entropy = F.cross_entropy(logits, batch.target[at], reduction="none")
+    if distill:
+        row = torch.empty_like(batch.tokens)  # of `logits`, by position in the batch
+        row[at] = torch.arange(len(logits), device=logits.device)
+        twin = row[at[0], batch.pos[at]]  # the clean stream comes first: its columns are positions
+        teacher = logits.detach()[twin].softmax(-1)
+        log_probs = logits.log_softmax(-1).clamp(min=-1e4)  # 0 x -inf would be NaN
+        is_mask = (batch.start <= batch.pos)[at]
+        cross_entropy = torch.where(is_mask, -(teacher * log_probs).sum(-1), cross_entropy)
     return (cross_entropy * batch.noisy[at]).sum(), (cross_entropy * batch.clean[at]).sum()
 
 
@@ -334,7 +347,7 @@ class Trainer:
             layouts = [lay_out(example, self.block_size, mask_id, w) for example, w in part]
             batch = collate(layouts, model.device)
             with self.autocast:
-                noisy, clean = losses(model, batch)
+                noisy, clean = losses(model, batch, args.distill)
             (noisy + args.ar_weight * clean if self.block_size else clean).backward()
             sums += torch.stack([noisy, clean]).detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -410,6 +423,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--block", type=int, default=4, help="B, the number of masks in a window")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
     add("--ar-weight", type=float, default=1.0, help="weight of the clean loss")
+    add("--distill", action="store_true", help="masks learn what the clean stream would say")
     add("--normalization", choices=("sequence", "token"), default="sequence", help="of the loss")
     add("--epochs", type=int, default=5, help="passes over the data")
     add("--steps", type=int, help="train for so many steps instead")

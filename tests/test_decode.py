@@ -182,6 +182,18 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
     assert [a.forwards for a in answers] == [3, 12, 3]
 
 
+def test_a_row_that_is_done_lengthens_nothing():
+    """Nobody attends over the slots of an answer that has ended, however many there were."""
+    model = tiny_model(random.Random(3))
+    options = Options(tau=1, max_new=40)
+    long, short = Answer([2] * 300, model, options), Answer([2], model, options)
+    long.options = Options(tau=1, max_new=2)
+    model.config.eos_token_id = short.stop = (1,)  # the mask: nothing ends early
+    decoder = Decoder(model, [long, short], options)
+    spans = [decoder.cache.span for _ in decoder]
+    assert max(spans) > 300 and spans[-1] == 64 and len(short.tokens) == 40
+
+
 def test_admission_order_changes_nothing():
     """Seeds belong to prompts: neither the rows, the order nor the neighbours decide a draw."""
     for seed in cases(10, 100):

@@ -32,8 +32,11 @@ def random_example(rng: random.Random, block: int) -> Example:
     return Example(random_prompt(rng, prompt + response), prompt, phase=rng.randrange(block))
 
 
-def two_stream_loss(model, example: Example, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The paper's form, plainly: [clean L ; noisy L], a mask from loops over its three rules."""
+def two_stream_logits(model, example: Example, block: int) -> list[torch.Tensor]:
+    """Of the noisy stream and the clean one, for every token of the response.
+
+    The paper's form, plainly: [clean L ; noisy L], a mask from loops over its three rules.
+    """
     x, prompt = example.tokens, example.prompt
     length, mask_id = len(x), model.config.mask_token_id
     noisy = [x[p] if p < prompt else mask_id for p in range(length)]
@@ -46,11 +49,14 @@ def two_stream_loss(model, example: Example, block: int) -> tuple[torch.Tensor, 
             see[length + p, k] = not same_block and k < p
     positions = torch.arange(length).repeat(2)[None]
     hidden = model(torch.tensor([x + noisy]), positions, see[None, None])[0]
-    targets, at = torch.tensor(x[prompt:]), torch.arange(prompt - 1, length - 1)
-    return tuple(
-        F.cross_entropy(model.logits(hidden[at + offset]), targets, reduction="sum")
-        for offset in (length, 0)
-    )
+    at = torch.arange(prompt - 1, length - 1)
+    return [model.logits(hidden[at + offset]) for offset in (length, 0)]
+
+
+def two_stream_loss(model, example: Example, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    targets = torch.tensor(example.tokens[example.prompt :])
+    both = two_stream_logits(model, example, block)
+    return tuple(F.cross_entropy(logits, targets, reduction="sum") for logits in both)
 
 
 def gradient(loss, model) -> torch.Tensor:
@@ -73,6 +79,31 @@ def test_response_only_masks_give_the_two_stream_loss():
         ours = gradient(noisy + weight * clean, model)
         theirs = gradient(expected_noisy + weight * expected_clean, model)
         assert (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
+
+
+def test_distillation_by_hand():
+    """Ragged batches; the first token, which no mask predicts, keeps its cross-entropy."""
+    for seed in cases(10, 100):
+        rng = random.Random(500 + seed)
+        model, block = tiny_model(rng), rng.randint(1, 8)
+        examples = [random_example(rng, block) for _ in range(rng.randint(1, 4))]
+        weights = [rng.choice([0.25, 0.5, 1.0]) for _ in examples]
+        layouts = [lay_out(e, block, 1, weight) for e, weight in zip(examples, weights)]
+        noisy, clean = losses(model, collate(layouts, "cpu"), distill=True)
+        words = [word for word in range(8) if word != 1]  # all but the mask
+        expected = torch.zeros(2).double()
+        for example, weight in zip(examples, weights):
+            masks, teacher = two_stream_logits(model, example, block)
+            first = example.tokens[example.prompt]
+            p = teacher[1:, words].detach().softmax(-1)
+            soft = -(p * masks[1:, words].log_softmax(-1)).sum()
+            hard = -masks[0, words].log_softmax(-1)[words.index(first)]
+            _, plain = two_stream_loss(model, example, block)
+            expected = expected + weight * torch.stack([hard + soft, plain])
+        assert noisy.item() == pytest.approx(expected[0].item(), rel=1e-12)
+        assert clean.item() == pytest.approx(expected[1].item(), rel=1e-12)
+        ours, theirs = gradient(noisy, model), gradient(expected[0], model)
+        assert ours.isfinite().all() and (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
 
 
 @torch.inference_mode()
