@@ -194,6 +194,17 @@ def test_a_row_that_is_done_lengthens_nothing():
     assert max(spans) > 300 and spans[-1] == 64 and len(short.tokens) == 40
 
 
+@pytest.mark.parametrize("block, block_cache", [(8, None), (2, 20), (8, 20)])
+def test_the_cache_has_room_for_the_widest_feed(block, block_cache):
+    """A long row near its end gets the width of its neighbours' feeds, which are young and fast."""
+    model = tiny_model(random.Random(3))
+    model.config.eos_token_id = (1,)  # the mask: nothing ends early
+    prompts, taus = [[2] * 60] + 30 * [[3]], [1] + 30 * [0]
+    options = {"block": block, "block_cache": block_cache, "max_new": 30}
+    long, *others = generate(model, prompts, rows=2, tau=taus, **options)
+    assert long.forwards == 30 and max(others[0].accepted) == block + 1
+
+
 def test_admission_order_changes_nothing():
     """Seeds belong to prompts: neither the rows, the order nor the neighbours decide a draw."""
     for seed in cases(10, 100):
