@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from os.path import commonprefix  # of any two lists
 from pathlib import Path
 
 import torch
@@ -43,7 +43,7 @@ Tau = float | Callable[[int], float]  # a number, or a function of how many prom
 
 @dataclass
 class Options:
-    """How to decode; raises UserError for what cannot be."""
+    """How to decode."""
 
     tau: Tau = 0.95
     metric: str = "probability"
@@ -78,7 +78,7 @@ class Answer:
                 f"a prompt of {len(prompt)} tokens and up to {options.max_new} new ones, or "
                 f"{self.block} masks, exceed the model's {positions} positions"
             )
-        self.text, self.index, self.options = list(prompt), index, options
+        self.ids, self.index, self.options = list(prompt), index, options  # tokens are added
         self.knob = options.tau if tau is None else tau
         self.tokens: list[int] = []  # with the end-of-turn token, if it came
         self.accepted: list[int] = []  # tokens from each forward, prefill included
@@ -123,7 +123,7 @@ class Answer:
         ends = [i for i, token in enumerate(kept) if token in self.stop]
         kept = kept[: ends[0] + 1] if ends else kept
         self.done = bool(ends) or len(kept) == room
-        self.text += kept
+        self.ids += kept
         self.tokens += kept
         self.accepted.append(len(kept))
         self.positions += positions
@@ -191,12 +191,12 @@ class Decoder:
     """The loop: append to `waiting` whenever a prompt comes; each `step` is one forward."""
 
     def __init__(self, model: Qwen2, answers: list[Answer], options: Options, rows=8, longest=0):
-        """For `rows` answers at a time, of up to `longest` tokens if more than these will come."""
+        """`longest`: of the prompts that will come later with their answers, in tokens."""
         if rows < 1:
             raise UserError(f"rows {rows}: must be at least 1")
         self.model, self.options, self.waiting = model, options, deque(answers)
-        self.rows: list[Answer | None] = [None] * min(rows, len(answers) or rows)
-        longest = max([longest, *(len(answer.text) + options.max_new for answer in answers)])
+        self.rows: list[Answer | None] = [None] * rows
+        longest = max([longest, *(len(answer.ids) + options.max_new for answer in answers)])
         block = options.block or model.config.block_size or 4
         # Behind what is committed: accepted tokens (of a whole block, if blocks are used), masks.
         fed = max(block + 1, min(options.block_cache or 0, options.max_new))
@@ -214,16 +214,15 @@ class Decoder:
         """Prefill a waiting prompt alone if a row is free, else advance all; [] if none is left."""
         for r, old in enumerate(self.rows):
             if self.waiting and (old is None or old.done):
-                new = self.rows[r] = self.waiting.popleft()
-                # A conversation, or a common system message, is in the row already.
-                held = zip(old.text[: self.cache.lengths[r]] if old else [], new.text[:-1])
-                self.cache.rewind(
-                    r, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], held))
-                )
+                new = self.waiting[0]
+                # What the row still holds is not fed again: a conversation, a system message.
+                held = old.ids[: self.cache.lengths[r]] if old else []
+                self.cache.rewind(r, len(commonprefix([held, new.ids[:-1]])))
+                self.rows[r] = self.waiting.popleft()  # after that: Ctrl-C may come in between
                 return self.forward([new], slice(r, r + 1))
         live = [row for row in self.rows if row and not row.done]
         for r, row in enumerate(self.rows):
-            if live and row and row.done:  # or the others would attend over its slots
+            if live and row and row.done:  # or the span would still cover it
                 self.rows[r] = None
                 self.cache.rewind(r)
         # Block policy: a row with a full block sits out until there is no other.
@@ -236,7 +235,7 @@ class Decoder:
         for answer in filter(None, batch):
             answer.read_tau(len(self.waiting))
         device, pairs = self.model.device, list(zip(batch, self.cache.lengths[where]))
-        feeds = [answer.text[length:] if answer else [] for answer, length in pairs]
+        feeds = [answer.ids[length:] if answer else [] for answer, length in pairs]
         C = max(answer.candidates for answer in batch if answer)
         width = max(map(len, feeds)) + C - 1
         masks = [self.model.config.mask_token_id] * width
@@ -269,7 +268,7 @@ def generate(model: Qwen2, prompts: list[list[int]], rows=8, tau=0.95, **options
         raise UserError(f"{len(taus)} values of tau for {len(prompts)} prompts")
     options, pairs = Options(**options), zip(prompts, taus)
     answers = [Answer(prompt, model, options, i, tau) for i, (prompt, tau) in enumerate(pairs)]
-    for _ in Decoder(model, answers, options, rows):
+    for _ in Decoder(model, answers, options, min(rows, len(answers) or rows)):
         pass
     return answers
 
@@ -281,9 +280,9 @@ def naive(model: Qwen2, prompt: list[int], **options) -> Answer:
     answer = Answer(prompt, model, options)
     while not answer.done:
         masks = [model.config.mask_token_id] * (answer.candidates - 1)
-        feed = torch.tensor([answer.text + masks], device=model.device)
+        feed = torch.tensor([answer.ids + masks], device=model.device)
         hidden = model(feed, torch.arange(feed.size(1), device=model.device)[None], None)
-        logits = model.logits(hidden[0, len(answer.text) - 1 :])
+        logits = model.logits(hidden[0, len(answer.ids) - 1 :])
         guesses, counts = guess(logits[None], [answer], options)
         answer.take(guesses[0].tolist(), counts.item(), feed.size(1))
     return answer
@@ -318,22 +317,24 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def statistics(answers: list[Answer], seconds: float) -> str:
-    tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
-    ratio = f"{tokens / max(1, forwards):.2f} tokens per forward"
-    return f"{tokens} tokens in {forwards} forwards: {ratio}, {tokens / seconds:.0f} tok/s"
+def speed(tokens: int, forwards: int, seconds: float) -> str:
+    return f"{tokens / max(1, forwards):.2f} tokens per forward, {tokens / seconds:.0f} tok/s"
 
 
-def say(decoder: Decoder, chat: Chat, show: bool) -> None:
-    """Print the one answer that waits as it comes, and its statistics, also after Ctrl-C."""
-    [answer], text, began = decoder.waiting, TextStream(chat), time.perf_counter()
+def say(decoder: Decoder, chat: Chat, answer: Answer, show: bool) -> None:
+    """Print an answer as it comes, and its statistics, also after Ctrl-C."""
+    text, began = TextStream(chat), time.perf_counter()
+    decoder.waiting.append(answer)
     try:
         for _, tokens in decoder:
             piece = text.add(tokens)
             print(shade(piece, len(tokens)) if show else piece, end="", flush=True)
     finally:
         answer.done = True
-        print("\n" + statistics([answer], time.perf_counter() - began))
+        decoder.waiting.clear()
+        counts = len(answer.tokens), answer.forwards
+        figures = speed(*counts, time.perf_counter() - began)
+        print(f"\n{counts[0]} tokens in {counts[1]} forwards: {figures}")
         if show:
             legend = [shade(f"{n} ", n) for n in range(1, min(answer.block + 1, 6) + 1)]
             print("tokens that came together:", *legend, "or more" * (answer.block > 5))
@@ -346,65 +347,65 @@ def converse(model: Qwen2, chat: Chat, options: Options, system: list[dict], sho
     decoder = Decoder(model, [], options, 1, model.config.max_position_embeddings)
     messages, turn = list(system), 0
     note("/tau 0.7 sets tau, /reset forgets, Ctrl-C ends an answer, Ctrl-D the conversation")
-    with suppress(EOFError):
-        while True:
-            line = input("> ").strip()
-            try:
-                if line.startswith("/tau"):
-                    plain_ar(float(line[4:]), options.metric)
-                    options.tau = float(line[4:])
-                elif line == "/reset":
-                    messages = list(system)
-                elif line.startswith("/"):
-                    raise UserError(f"{line}: there are /tau 0.7 and /reset")
-                elif line:
-                    asked = [*messages, {"role": "user", "content": line}]
-                    answer = Answer(chat.encode(chat.prompt(asked)), model, options, turn)
-                    decoder.waiting.append(answer)
-                    with suppress(KeyboardInterrupt):
-                        say(decoder, chat, show)
-                    said = {"role": "assistant", "content": chat.decode(answer.tokens)}
-                    messages, turn = [*asked, said], turn + 1
-            except ValueError as error:  # a UserError is one, too
-                note(f"error: {error}")
-    print()
+    while True:
+        try:
+            line = input(f"tau {options.tau:g}> ").strip()
+            if line.startswith("/tau "):
+                plain_ar(float(line[5:]), options.metric)
+                options.tau = float(line[5:])
+            elif line == "/reset":
+                messages = list(system)
+            elif line.startswith("/"):
+                raise UserError(f"{line}: there are /tau 0.7 and /reset")
+            elif line:
+                asked = [*messages, {"role": "user", "content": line}]
+                answer = Answer(chat.encode(chat.prompt(asked)), model, options, turn)
+                with suppress(KeyboardInterrupt):
+                    say(decoder, chat, answer, show)
+                said = {"role": "assistant", "content": chat.decode(answer.tokens)}
+                messages, turn = [*asked, said], turn + 1
+        except EOFError:
+            return print()
+        except KeyboardInterrupt:  # of a half-typed line
+            print()
+        except ValueError as error:  # a UserError is one, too
+            note(f"error: {error}")
 
 
 def read_prompts(path: Path, system: list[dict], model: Qwen2, chat: Chat, options: Options):
-    """Ids and answers-to-be of a file: a prompt per line, or JSONL with `prompt` or `messages`."""
-    ids, answers, number = [], [], 0
+    """(id, answer-to-be) of a prompt per line, or JSON lines with `prompt` or `messages`."""
+    pairs, number = [], 0
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
-            if line.strip():
+            if line := line.strip():
                 row = json.loads(line) if line.startswith("{") else {"prompt": line}
                 user = {"role": "user", "content": row.get("prompt")}
                 messages = row.get("messages") or [*system, user]
                 if not all(isinstance(m, dict) and type(m.get("content")) is str for m in messages):
                     raise ValueError("neither a prompt nor messages of text")
                 prompt = chat.encode(chat.prompt(messages))
-                answers.append(Answer(prompt, model, options, len(answers), row.get("tau")))
-                ids.append(row.get("id", number))
-    except (ValueError, TypeError) as error:
+                answer = Answer(prompt, model, options, len(pairs), row.get("tau"))
+                pairs.append((row.get("id", number), answer))
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}:{number}: not a usable prompt ({error})") from None
-    if not answers:
+    if not pairs:
         raise UserError(f"{path}: empty; expected a prompt per line, or JSONL")
-    return ids, answers
+    return pairs
 
 
-def serve(decoder: Decoder, chat: Chat, ids: list, out) -> None:
+def serve(decoder: Decoder, chat: Chat, pairs: list[tuple], out) -> None:
     """Answer all; a line of JSON each, in input order, as soon as those before it are done."""
-    waiting, done, began = deque(zip(ids, decoder.waiting)), [], time.perf_counter()
-    with tqdm(total=len(ids), unit="prompt", disable=None) as bar:
-        for answer, _ in decoder:
-            if answer.done:
-                done.append(answer)
-                bar.update()
-                bar.set_postfix_str(statistics(done, time.perf_counter() - began))
-            while waiting and waiting[0][1].done:
-                name, first = waiting.popleft()
+    tokens, forwards, began, left = 0, 0, time.perf_counter(), deque(pairs)
+    with tqdm(total=len(pairs), unit="prompt", disable=None) as bar:
+        for answer, news in decoder:
+            tokens, forwards = tokens + len(news), forwards + 1
+            bar.update(answer.done)
+            bar.set_postfix_str(speed(tokens, forwards, time.perf_counter() - began), refresh=False)
+            while left and left[0][1].done:
+                name, first = left.popleft()
                 row = {"id": name, "text": chat.decode(first.tokens), "tokens": len(first.tokens)}
-                print(json.dumps(row | {"forwards": first.forwards}, ensure_ascii=False), file=out)
-    note(statistics(done, time.perf_counter() - began))
+                print(json.dumps(row | {"forwards": first.forwards}), file=out, flush=True)
+    note(f"{tokens} tokens: {speed(tokens, forwards, time.perf_counter() - began)}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -437,13 +438,15 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.prompts and (args.out or args.tau_busy is not None):
         parser.error("--out and --tau-busy go with --prompts")
+    if args.out and args.out.resolve() == args.prompts.resolve():
+        parser.error("--out would overwrite --prompts")
     return args
 
 
 def main() -> None:
     args = parse_arguments()
     calm, busy = args.tau, args.tau if args.tau_busy is None else args.tau_busy
-    plain = plain_ar(calm, args.metric) and plain_ar(busy, args.metric)
+    plain = plain_ar(calm, args.metric) & plain_ar(busy, args.metric)  # both must be legal
     if args.prompt is not None and not args.prompt.strip():
         raise UserError("--prompt is empty")
     options = Options(**{k: v for k, v in vars(args).items() if k in Options.__dataclass_fields__})
@@ -459,14 +462,17 @@ def main() -> None:
         return converse(model, chat, options, system, show)
     if args.prompts:
         options.tau = lambda waiting: busy if waiting else calm
-        ids, answers = read_prompts(args.prompts, system, model, chat, options)
+        pairs = read_prompts(args.prompts, system, model, chat, options)
+        answers = [answer for _, answer in pairs]
+        decoder = Decoder(model, answers, options, min(args.rows, len(answers)))
         with open(args.out, "w", encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
-            serve(Decoder(model, answers, options, args.rows), chat, ids, out)
+            serve(decoder, chat, pairs, out)
     else:
         prompt = chat.prompt([*system, {"role": "user", "content": args.prompt}])
         answers = [Answer(chat.encode(prompt), model, options)]
-        Decoder(model, [Answer([0], model, options)], options).step()  # start-up, untimed
-        say(Decoder(model, answers, options), chat, show)
+        decoder = Decoder(model, [], options, 1, len(answers[0].ids) + options.max_new)
+        Decoder(model, [Answer([0], model, options)], options, 1).step()  # start-up, untimed
+        say(decoder, chat, answers[0], show)
     tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
     if not plain and forwards >= 8 and tokens < 1.05 * forwards:
         note("this model accepts 1.0 tokens per forward; train it more or use --tau 1")

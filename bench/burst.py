@@ -22,11 +22,11 @@ from decode import Answer, Decoder, Options, Tau
 from model import Qwen2, UserError, load, place, run
 
 
-def arrivals(count: int, calm: float, burst: float, period: int, seed: int = 0) -> list[tuple]:
+def arrivals(count: int, calm: float, burst: float, waves: int, seed: int = 0) -> list[tuple]:
     """(time, is it in a burst?) of each prompt, `calm` or `burst` forwards apart on average."""
     rng, times, now = random.Random(seed), [], 0.0
     for i in range(count):
-        in_burst = i % period >= period // 2
+        in_burst = i * waves % count >= count / 2
         now += rng.expovariate(1 / (burst if in_burst else calm))
         times.append((now, in_burst))
     return times
@@ -107,18 +107,20 @@ def main() -> None:
     add("--rows", type=int, default=8, help="problems decoded at a time")
     add("--calm", type=float, default=6, help="mean number of forwards between two prompts")
     add("--burst", type=float, default=2, help="the same in a burst")
-    add("--period", type=int, default=250, help="prompts per wave, the second half a burst")
+    add("--waves", type=int, default=2, help="the second half of each is a burst")
     add("--plot", type=Path, help="a PNG of the queue over time (needs matplotlib)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
     args = parser.parse_args()
 
-    for name, least in (("calm", 0.001), ("burst", 0.001), ("period", 2), ("rows", 1)):
-        if not getattr(args, name) >= least:
-            raise UserError(f"--{name} {getattr(args, name)}: must be at least {least}")
     problems = read_problems(args.data, args.limit)
-    times = arrivals(len(problems), args.calm, args.burst, args.period)
+    most = {"calm": 1e6, "burst": 1e6, "waves": len(problems) // 2, "rows": 10**6}
+    for name, high in most.items():
+        value, least = getattr(args, name), 0.001 if name in ("calm", "burst") else 1
+        if not least <= value <= high:
+            raise UserError(f"--{name} {value}: must be from {least} to {high:g}")
+    times = arrivals(len(problems), args.calm, args.burst, args.waves)
     model, chat = load(args.model, *place(args.device, args.dtype))
     prompts = encode(chat, problems)
     settings = {f"{tau:g}": tau for tau in (1.0, 0.95, 0.7, 0.5)}

@@ -107,12 +107,14 @@ def speeds(answers: list[Answer], seconds: list[float]) -> list[float]:
 # --------------------------------------------------------------------------------- one long answer
 
 
-def resident() -> float:
-    """MiB of this process in memory (Linux), or that torch has allocated on the GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() / 2**20
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
+def resident(device: torch.device) -> float:
+    """MiB that torch has allocated on a GPU, or this process has in memory (known on Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**20
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+    except OSError:
+        return float("nan")
 
 
 def attention_alone(
@@ -139,7 +141,7 @@ def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
     config.max_position_embeddings = args.long + 1
     config.eos_token_id = (config.mask_token_id,)  # never predicted: nothing ends the answer
     options = Options(tau=0.0, max_new=args.long)
-    before = resident()
+    before = resident(model.device)
     answer = Answer([0], model, options)
     decoder = Decoder(model, [answer], options)
     size = 2 * decoder.cache.k.numel() * decoder.cache.k.element_size() / 2**20
@@ -158,7 +160,7 @@ def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
         alone = attention_alone(model, decoder.cache, decoder.cache.span, 2 * answer.block + 1)
         print(
             f"| {len(answer.tokens):13} | {ms:10.2f} | {alone:15.2f} | {ms - alone:8.2f} "
-            f"| {1000 * sum(taken) / gained:8.2f} | {resident() - before:+11.1f} |",
+            f"| {1000 * sum(taken) / gained:8.2f} | {resident(model.device) - before:+11.1f} |",
             flush=True,
         )
 
@@ -196,9 +198,9 @@ def main() -> None:
     args = parser.parse_args()
     if not args.table5 and args.long is None:
         parser.error("what to measure: --table5 or --long")
-    for name, value in (("rounds", args.rounds), ("long", args.long)):
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1")
+    for name, value, least in (("rounds", args.rounds, 1), ("long", args.long, 100)):
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value}: must be at least {least}")
     device, dtype = place(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
     if args.table5:

@@ -129,6 +129,16 @@ def test_prompts_from_a_file(cli, tmp_path):
     assert [json.loads(line)["text"] for line in out.splitlines()] == [r["text"] for r in results]
 
 
+def test_every_prompt_of_a_file_has_its_own_draws(cli, tmp_path):
+    (tmp_path / "in.txt").write_text(4 * (PROMPT + "\n"))
+    given = ("--prompts", tmp_path / "in.txt", "--temperature", 1.5, "--max-new", 30)
+    runs = [cli(decode, *given, "--rows", rows)[1] for rows in (1, 3)]
+    assert (
+        runs[0] == runs[1]
+        and len({json.loads(line)["text"] for line in runs[0].split("\n")[:-1]}) > 1
+    )
+
+
 def test_tau_falls_while_prompts_wait(cli, tmp_path):
     """--tau 1 --tau-busy .5, one row: all but the last answer several tokens at a time."""
     (tmp_path / "in.txt").write_text(3 * (PROMPT + "\n"))
@@ -155,6 +165,8 @@ def test_tau_falls_while_prompts_wait(cli, tmp_path):
         ('{"prompt": "?", "tau": "low"}', "in:1: not a usable prompt (could not convert"),
         ("?\n" + 3000 * "plums ", "in:2: not a usable prompt (a prompt of 3"),
         (b"caf\xe9", "in:0: not a usable prompt ('utf-8' codec"),
+        (" {} ", "neither a prompt nor messages of text"),
+        ('{"prompt": ' + "[" * 100_000, "in:1: not a usable prompt ("),
         (None, "No such file or directory"),
     ],
 )
@@ -172,20 +184,22 @@ def test_a_conversation(cli, monkeypatch):
     """/tau acts at once, a bad one changes nothing, /reset forgets, an interrupted answer stays."""
     prompts, positions, step = [], [], decode.Decoder.step
     lines = [PROMPT, "/tau 1", "And now?", "/tau 7", "/tau x", "/nonsense", "", "/reset", PROMPT]
+    lines.insert(5, KeyboardInterrupt())  # of a half-typed line
     typed = iter(lines)
 
     def spy(self):
         news = step(self)
         for answer, _ in news:
             if answer.forwards == 1:
-                prompts.append(answer.text[: -len(answer.tokens)])
+                prompts.append(answer.ids[: -len(answer.tokens)])
                 positions.append(answer.positions)
         return news
 
     def prompt(_):
-        for line in typed:
-            return line
-        raise EOFError
+        line = next(typed, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
 
     monkeypatch.setattr(decode.Decoder, "step", spy)
     monkeypatch.setattr("builtins.input", prompt)
@@ -204,6 +218,29 @@ def test_a_conversation(cli, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", ["commonprefix", "rewind"])
+def test_interrupting_before_the_first_forward(name, monkeypatch):
+    """Ctrl-C may come between any two lines: the row must not claim keys that it does not have,
+    and the answer must not wait for ever (both happened)."""
+    model, chat = load(str(ROOT / "toy/mars"))
+    options = decode.Options(tau=0.8, max_new=60)
+    prompts = [
+        chat.encode(chat.prompt([{"role": "user", "content": text}])) for text in ("", PROMPT)
+    ]
+    decoder = decode.Decoder(model, [], options, 1, longest=200)
+    decode.say(decoder, chat, decode.Answer(prompts[0], model, options), False)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(decoder.cache if name == "rewind" else decode, name, interrupt)
+        decode.say(decoder, chat, decode.Answer(prompts[1], model, options), False)
+    answer = decode.Answer(prompts[1], model, options)
+    decode.say(decoder, chat, answer, False)
+    assert answer.tokens == decode.generate(model, [prompts[1]], tau=0.8, max_new=60)[0].tokens
+
+
 def test_interrupting_an_answer_keeps_the_conversation(cli, monkeypatch):
     step, calls, seen = decode.Decoder.step, itertools.count(), []
     typed = iter([PROMPT, PROMPT, "/reset"])
@@ -220,7 +257,7 @@ def test_interrupting_an_answer_keeps_the_conversation(cli, monkeypatch):
         cli(decode, "--chat", "--model", ROOT / "toy/mars")
     first, second = seen
     assert first.done and first.forwards == 3 and second.forwards > 3
-    assert second.text[: len(first.text)] == first.text  # the half answer is part of it
+    assert second.ids[: len(first.ids)] == first.ids  # the half answer is part of it
 
 
 def test_shading(cli):
@@ -242,6 +279,32 @@ def test_shading(cli):
 
 
 # ---------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--prompt", PROMPT, "--prompts", "x"), "not allowed with argument --prompt"),
+        (("--prompt", PROMPT, "--out", "x"), "--out and --tau-busy go with --prompts"),
+        (("--chat", "--tau-busy", 0.5), "--out and --tau-busy go with --prompts"),
+        (("--prompts", "in", "--out", "./in"), "--out would overwrite --prompts"),
+        (("--tau", 0.5), "one of the arguments --prompt --prompts --chat is required"),
+        (("--prompts", "in", "--tau-busy", 7), "tau 7.0: must be between 0 and 1"),
+        (("--prompts", "in", "--rows", 0), "rows 0: must be at least 1"),
+        (("--prompts", "in", "--block-cache", 0), "block_cache 0: must be at least 1"),
+        (("--prompts", "in", "--out", "no/such/place"), "No such file or directory"),
+        (("--prompts", "/"), "Is a directory"),
+    ],
+)
+def test_options_that_do_not_go_together(cli, tmp_path, monkeypatch, words, message):
+    """And whatever was in --out is still there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text(PROMPT)
+    (tmp_path / "old").write_text("old")
+    words = words if "--out" in words or "--chat" in words else (*words, "--out", "old")
+    status, out, err = cli(decode, *words)
+    assert status == 2 and out == "" and message in err and "Traceback" not in err
+    assert (tmp_path / "old").read_text() == "old"
 
 
 @pytest.fixture
@@ -476,7 +539,7 @@ def test_the_waiting_time_of_a_single_queue():
     """One row, one token at a time: start when the last one ended, but not before arriving."""
     model, chat = load(str(ROOT / "toy/mars"))
     problems = pareto.read_problems(ROOT / "toy/test.jsonl", 8)
-    times = burst.arrivals(8, calm=60, burst=5, period=4)
+    times = burst.arrivals(8, calm=60, burst=5, waves=2)
     done = burst.replay(model, pareto.encode(chat, problems), times, 1.0, rows=1)
     free = 0.0
     for answer, waited, (arrival, _) in zip(done.answers, done.waited, times):
@@ -489,13 +552,13 @@ def test_the_waiting_time_of_a_single_queue():
 def test_the_table_of_the_burst(cli, tmp_path):
     """What the knob is for: less waiting than a fixed 0.95, more right than a fixed 0.5."""
     pytest.importorskip("matplotlib", reason="the plot needs bench/requirements.txt")
-    options = ("--limit", 60, "--period", 60, "--burst", 1, "--plot", tmp_path / "burst.png")
+    options = ("--limit", 60, "--waves", 1, "--burst", 1, "--plot", tmp_path / "burst.png")
     status, out, _ = cli(burst, *options)
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")][1:]
     waits = {name.strip(): float(in_bursts) for name, _, _, in_bursts, *_ in rows}
     assert status == 0 and (tmp_path / "burst.png").stat().st_size > 10_000
     assert waits["1"] > waits["0.95"] > waits["0.95 to 0.5"] >= waits["0.5"]
-    one_line(cli(burst, "--calm", 0), "--calm 0.0: must be at least 0.001")
+    one_line(cli(burst, "--calm", 0), "--calm 0.0: must be from 0.001 to 1e+06")
 
 
 def test_the_table_of_speeds(cli):
