@@ -14,6 +14,12 @@ What is unusual here:
   * every row has its own cursor in the cache (the paper's future work): none waits for another, and
     a batch gives what its prompts give alone. The paper's blocks are three properties of `Answer`;
   * a finished row takes the next prompt at once; tau may change between any two forwards;
+  * `verify` makes it lossless: the next forward carries the guesses as if they were real, with a
+    group of masks behind each number of them, and says itself what AR would have said there:
+
+          feed   [ x  g1 g2 | M M M M | M M M M | M M M M ]     x, the last token, and two guesses
+       AR says     g1  y  .   behind x  behind g1  behind g2    g1 holds, g2 does not: accept g1 y;
+                                                                the second group's masks guess on
   * `naive` does the same without a cache, one row at a time; the tests hold the loop to it.
 """
 
@@ -49,6 +55,7 @@ class Options:
     metric: str = "probability"
     block: int | None = None  # B, the number of masks; None: the checkpoint's own, else 4
     block_cache: int | None = None  # B_cache of the paper's block policy; None: the cursor's
+    verify: bool = False  # check every guess before it counts: the text is that of tau = 1
     max_new: int = 256
     temperature: float = 0.0
     seed: int = 0
@@ -60,6 +67,8 @@ class Options:
                 raise UserError(f"{name} {value}: must be at least {least}")
         if not math.isfinite(self.temperature) or not 0 <= self.seed < 2**62:
             raise UserError(f"temperature {self.temperature}, seed {self.seed}: out of range")
+        if self.verify and self.block_cache:
+            raise UserError("verify has no block_cache: what was checked is in the cache already")
 
 
 class Answer:
@@ -81,8 +90,9 @@ class Answer:
         self.ids, self.index, self.options = list(prompt), index, options  # tokens are added
         self.knob = options.tau if tau is None else tau
         self.tokens: list[int] = []  # with the end-of-turn token, if it came
+        self.guesses: list[int] = []  # to verify: what the next forward checks
         self.accepted: list[int] = []  # tokens from each forward, prefill included
-        self.positions = 0  # that the model computed, masks included
+        self.positions: list[int] = []  # that each forward computed, masks included
         self.done, self.stop = False, set(model.config.eos_token_id)
         self.generator = torch.Generator(model.device).manual_seed(options.seed + index)
         self.read_tau(waiting=0)
@@ -116,17 +126,28 @@ class Answer:
         self.tau = float(self.knob(waiting) if callable(self.knob) else self.knob)
         self.one_token = plain_ar(self.tau, self.options.metric)
 
-    def take(self, guesses: list[int], count: int, positions: int) -> list[int]:
-        """Accept `count` guesses, but nothing behind an end-of-turn token or max_new."""
+    def feed(self, cached: int, mask_id: int) -> list[tuple[int, int, int]]:
+        """(token, pos, start) for the next forward: see `visible` in model.py.
+
+        What is not in the cache, the guesses, and a group of masks behind each number of them.
+        """
+        end, news = len(self.ids), self.ids[cached:] + self.guesses
+        clean = [(token, pos, pos + 1) for pos, token in enumerate(news, cached)]
+        groups = range(end, end + len(self.guesses) + 1)
+        window = range(self.candidates - 1)
+        return clean + [(mask_id, start + i, start) for start in groups for i in window]
+
+    def take(self, tokens: list[int], guesses: list[int], positions: int) -> list[int]:
+        """Accept tokens, but nothing behind an end-of-turn token or max_new."""
         room = self.options.max_new - len(self.tokens)
-        kept = guesses[: min(count, room)]
+        kept, self.guesses = tokens[:room], guesses
         ends = [i for i, token in enumerate(kept) if token in self.stop]
         kept = kept[: ends[0] + 1] if ends else kept
         self.done = bool(ends) or len(kept) == room
         self.ids += kept
         self.tokens += kept
         self.accepted.append(len(kept))
-        self.positions += positions
+        self.positions.append(positions)
         return kept
 
 
@@ -161,23 +182,28 @@ def accepted_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
     return passed.long().cumprod(-1).sum(-1)
 
 
+def choose(logits: Tensor, batch: list[Answer | None], options: Options) -> Tensor:
+    """The best tokens (R, C) of logits (R, C, V), or draws from p^(1/T) at a temperature T."""
+    if options.temperature == 0:
+        return logits.argmax(-1)
+    noise = torch.ones_like(logits)  # argmax(p / Exp(1)) is a draw from p
+    for row, answer in zip(noise, batch):
+        if answer:  # its own generator: no draw depends on a neighbour
+            count = len(answer.guesses) + 1 if options.verify else answer.candidates
+            row[:count].exponential_(generator=answer.generator)
+    logits = logits - logits.amax(-1, keepdim=True)  # small temperatures must not overflow
+    return ((logits / options.temperature).softmax(-1) / noise).argmax(-1)
+
+
 def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple[Tensor, Tensor]:
     """Guessed tokens (R, C), and how many of each row to accept (R,), from logits (R, C, V).
 
     At temperature T a guess is drawn from p^(1/T) of its own position; its confidence is taken at
     T = 1, as in the paper's code. Every draw is blind to the ones beside it, so below tau = 1 the
-    text is NOT a sample of the autoregressive distribution.
+    text is NOT a sample of the autoregressive distribution, unless `verify` checks it.
     """
-    # In bfloat16 a probability of 0.9989 would round to 1.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probs, guesses = logits.softmax(-1), logits.argmax(-1)
-    if options.temperature > 0:  # argmax(p / Exp(1)) is a draw from p
-        noise = torch.ones_like(probs)
-        for row, answer in zip(noise, batch):
-            if answer:  # its own generator: no draw depends on a neighbour
-                row[: answer.candidates].exponential_(generator=answer.generator)
-        logits = logits - logits.amax(-1, keepdim=True)  # small temperatures must not overflow
-        guesses = ((logits / options.temperature).softmax(-1) / noise).argmax(-1)
+    probs = logits.softmax(-1)
+    guesses = logits.argmax(-1) if options.verify else choose(logits, batch, options)
     limits = [(answer.tau, answer.candidates) if answer else (0, 1) for answer in batch]
     tau, most = torch.tensor(limits, device=probs.device, dtype=probs.dtype).unbind(-1)
     counts = accepted_lengths(confidences(probs, guesses, options.metric), tau, options.metric)
@@ -185,6 +211,18 @@ def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple
 
 
 # ------------------------------------------------------------------------------- the decoding loop
+
+
+def logits_at(model: Qwen2, hidden: Tensor, at: Tensor) -> Tensor:
+    """Logits (R, C, V), in float32 at least, of hidden states (R, T, D) at positions (R, C).
+
+    A row that has fewer than C candidates may ask for positions that are not there, and not look.
+    """
+    at = at.clamp(max=hidden.size(1) - 1)[..., None]
+    picked = hidden.gather(1, at.expand(-1, -1, hidden.size(-1)))
+    logits = model.logits(picked.flatten(0, 1)).unflatten(0, at.shape[:2])
+    # In bfloat16 a probability of 0.9989 would round to 1.
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Decoder:
@@ -200,6 +238,7 @@ class Decoder:
         block = options.block or model.config.block_size or 4
         # Behind what is committed: accepted tokens (of a whole block, if blocks are used), masks.
         fed = max(block + 1, min(options.block_cache or 0, options.max_new))
+        fed = (block + 1) ** 2 if options.verify else fed
         dtype = model.model.norm.weight.dtype
         capacity = longest + fed + block
         self.cache = KVCache(model.config, len(self.rows), capacity, model.device, dtype)
@@ -234,28 +273,56 @@ class Decoder:
         """One forward of the rows `where` of the cache; one that is None in `batch` sits it out."""
         for answer in filter(None, batch):
             answer.read_tau(len(self.waiting))
-        device, pairs = self.model.device, list(zip(batch, self.cache.lengths[where]))
-        feeds = [answer.ids[length:] if answer else [] for answer, length in pairs]
-        C = max(answer.candidates for answer in batch if answer)
-        width = max(map(len, feeds)) + C - 1
-        masks = [self.model.config.mask_token_id] * width
-        tokens = torch.tensor([(feed + masks)[:width] for feed in feeds], device=device)
-        last = torch.tensor([[max(0, len(feed) - 1)] for feed in feeds], device=device)
+        device, mask_id = self.model.device, self.model.config.mask_token_id
+        lengths = self.cache.lengths[where]
+        feeds = [answer.feed(n, mask_id) if answer else [] for answer, n in zip(batch, lengths)]
+        width = max(map(len, feeds))
+        padded = [feed + (width - len(feed)) * [(mask_id, 0, 1)] for feed in feeds]
+        tokens, pos, start = torch.tensor(padded, device=device).unbind(-1)
+        self.cache.reserve(width, where)
+        hidden = self.model(tokens, pos, self.cache.mask(pos, start), self.cache)
+        real = [len(answer.ids) - n if answer else 0 for answer, n in zip(batch, lengths)]
+        last = torch.tensor(real, device=device)[:, None].sub(1).clamp(min=0)
+        decided = (self.check if self.options.verify else self.accept)(hidden, last, batch)
 
-        slots = self.cache.reserve(width, where)  # a position's slot is its position id, too
-        hidden = self.model(tokens, slots, self.cache.mask(), self.cache)
-        # What is not committed stays behind as scratch: masks, the tokens of an unfilled block.
-        self.cache.commit([len(f) - a.unfilled if a else 0 for a, f in zip(batch, feeds)])
-
-        at = (last + torch.arange(C, device=device))[..., None].expand(-1, -1, hidden.size(-1))
-        logits = self.model.logits(hidden.gather(1, at).flatten(0, 1)).unflatten(0, (-1, C))
-        guesses, counts = guess(logits, batch, self.options)
-        decided = torch.cat([guesses, counts[:, None]], dim=1).tolist()  # all rows in one copy
+        # What is not kept is scratch: masks, guesses that failed, the tokens of an unfilled block.
+        rows = list(zip(batch, real, decided))
+        self.cache.commit([n - a.unfilled + held if a else 0 for a, n, (_, _, held) in rows])
         return [
-            (answer, answer.take(tokens, count, width))
-            for answer, (*tokens, count) in zip(batch, decided)
+            (answer, answer.take(tokens, guesses, width))
+            for answer, _, (tokens, guesses, _) in rows
             if answer
         ]
+
+    def accept(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[tuple]:
+        """Per row: the tokens that pass tau, of the candidates behind the last real token."""
+        C = max(answer.candidates for answer in batch if answer)
+        at = last + torch.arange(C, device=last.device)
+        guesses, counts = guess(logits_at(self.model, hidden, at), batch, self.options)
+        rows = torch.cat([counts[:, None], guesses], dim=1).tolist()  # all rows in one copy
+        return [(tokens[:count], [], 0) for count, *tokens in rows]
+
+    def check(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[tuple]:
+        """Per row: what AR would say as long as the guesses hold, then one token more; new guesses.
+
+        The clean stream decides, so the text is that of tau = 1. New guesses come from the group
+        of masks that stands behind the guesses that held.
+        """
+        given = [answer.guesses if answer else [] for answer in batch]
+        window = [answer.candidates - 1 if answer else 0 for answer in batch]
+        K, B = max(map(len, given)), max(window)
+        ahead, device = torch.arange(max(K + 1, B), device=last.device), last.device
+        said = choose(logits_at(self.model, hidden, last + ahead[: K + 1]), batch, self.options)
+        padded = torch.tensor(
+            [guesses + [-1] * (K - len(guesses)) for guesses in given], device=device
+        )
+        held = (said[:, :K] == padded).long().cumprod(-1).sum(-1, keepdim=True)
+        sizes = torch.tensor([[len(g), w] for g, w in zip(given, window)], device=device)
+        masks = last + 1 + sizes[:, :1] + held * sizes[:, 1:] + ahead[:B]
+        at = torch.cat([last + held, masks], dim=1)
+        guesses, counts = guess(logits_at(self.model, hidden, at), batch, self.options)
+        rows = torch.cat([held, counts[:, None], said, guesses], dim=1).tolist()
+        return [(row[2 : 3 + row[0]], row[3 + K + 1 : 3 + K + row[1]], row[0]) for row in rows]
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, tau=0.95, **options) -> list[Answer]:
@@ -282,9 +349,9 @@ def naive(model: Qwen2, prompt: list[int], **options) -> Answer:
         masks = [model.config.mask_token_id] * (answer.candidates - 1)
         feed = torch.tensor([answer.ids + masks], device=model.device)
         hidden = model(feed, torch.arange(feed.size(1), device=model.device)[None], None)
-        logits = model.logits(hidden[0, len(answer.ids) - 1 :])
-        guesses, counts = guess(logits[None], [answer], options)
-        answer.take(guesses[0].tolist(), counts.item(), feed.size(1))
+        at = torch.arange(len(answer.ids) - 1, feed.size(1), device=model.device)[None]
+        guesses, counts = guess(logits_at(model, hidden, at), [answer], options)
+        answer.take(guesses[0, : counts.item()].tolist(), [], feed.size(1))
     return answer
 
 
@@ -429,6 +496,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--metric", choices=METRICS, default="probability", help="entropy: nats, plain AR is 0")
     add("--block", type=int, help="masks per forward; None: what the checkpoint learnt, else 4")
     add("--block-cache", type=int, help="the paper's block cache of so many tokens; None: ours")
+    add("--verify", action="store_true", help="lossless: tau says what to guess, the model checks")
     add("--max-new", type=int, default=256, help="most tokens to generate")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--seed", type=int, default=0, help="of the sampling")

@@ -45,13 +45,16 @@ class KVCache:
         self.slots = lengths[:, None] + torch.arange(width, device=self.k.device)
         return self.slots
 
-    def mask(self) -> Tensor:
-        """(R, 1, width, span), True where a reserved position may look: at slots up to its own.
+    def mask(self, pos: Tensor, start: Tensor) -> Tensor:
+        """`model.visible` for what was reserved, pos and start (R, width): (R, 1, width, span).
 
-        In a feed [real | masks] the one window of masks comes last, and there `model.visible` is
-        plain causality. It also hides what earlier forwards left behind.
+        Up to a window's start the slots hold clean tokens, each at the position of its number; and
+        a window's masks lie side by side, so that its first is `pos - start` slots back. All else
+        is other windows, padding, or left over from earlier forwards.
         """
-        return torch.arange(self.span, device=self.k.device) <= self.slots[:, None, :, None]
+        slot = torch.arange(self.span, device=self.k.device)
+        pos, start, own = (field[:, None, :, None] for field in (pos, start, self.slots))
+        return (slot < start) | ((own - (pos - start) <= slot) & (slot <= own))
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, width, head_dim) into the reserved slots; views of the span."""

@@ -50,6 +50,12 @@ def tokens_per_forward(answers: list[Answer]) -> float:
     return sum(len(a.tokens) for a in answers) / sum(a.forwards for a in answers)
 
 
+def positions_per_forward(answers: list[Answer]) -> float:
+    """What the model computed in a forward, prefills aside."""
+    widths = [width for answer in answers for width in answer.positions[1:]]
+    return sum(widths) / max(1, len(widths))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Accuracy against tokens per forward, over tau.",
@@ -63,6 +69,7 @@ def main() -> None:
     add("--metric", choices=METRICS, default="probability", help="of confidence")
     add("--block", type=int, help="masks per forward; None is what the checkpoint was trained with")
     add("--block-cache", type=int, help="the paper's blocks of so many tokens; None is the cursor")
+    add("--verify", action="store_true", help="lossless; tau says what is guessed")
     add("--limit", type=int, help="only the first so many problems")
     add("--rows", type=int, default=32, help="problems decoded at a time")
     add("--max-new", type=int, default=256, help="most tokens per problem")
@@ -77,12 +84,15 @@ def main() -> None:
     model, chat = load(args.model, *place(args.device, args.dtype))
     prompts = encode(chat, problems)
     options = {name: getattr(args, name) for name in ("metric", "block", "block_cache", "max_new")}
+    options["verify"] = args.verify
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
-    print("|  tau | accuracy | tokens/forward |\n|-----:|---------:|---------------:|")
+    print("|  tau | accuracy | tokens/forward | positions/forward |")
+    print("|-----:|---------:|---------------:|------------------:|")
     for tau in args.tau:
         answers = generate(model, prompts, args.rows, tau=tau, **options)
         right, speed = accuracy(chat, answers, problems), tokens_per_forward(answers)
-        print(f"| {tau:4g} | {right:8.1%} | {speed:14.2f} |", flush=True)
+        wide = positions_per_forward(answers)
+        print(f"| {tau:4g} | {right:8.1%} | {speed:14.2f} | {wide:17.1f} |", flush=True)
 
 
 if __name__ == "__main__":

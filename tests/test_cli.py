@@ -192,7 +192,7 @@ def test_a_conversation(cli, monkeypatch):
         for answer, _ in news:
             if answer.forwards == 1:
                 prompts.append(answer.ids[: -len(answer.tokens)])
-                positions.append(answer.positions)
+                positions.append(answer.positions[0])
         return news
 
     def prompt(_):

@@ -16,6 +16,7 @@ from decode import (
     confidences,
     generate,
     guess,
+    logits_at,
     naive,
     plain_ar,
 )
@@ -278,7 +279,7 @@ def test_what_a_row_still_holds_is_not_fed_again():
             list(decoder)
             [fresh] = generate(model, [prompt], **vars(options) | {"seed": turn})
             assert same(answer, fresh), (seed, turn)
-            spared = fresh.positions - answer.positions
+            spared = sum(fresh.positions) - sum(answer.positions)
             assert spared == min(held, len(prompt) - 1) if turn < 2 else spared < held
             shared += spared > 0
             prompt = answer.ids + random_prompt(rng, rng.randint(0, 3))
@@ -288,21 +289,31 @@ def test_what_a_row_still_holds_is_not_fed_again():
 
 
 def test_the_mask_of_the_loop_is_the_mask_rule():
-    """[committed | real | masks | left over]: the cache's plain causality is `visible` there."""
+    """`visible` in terms of slots: [committed | real, guesses | windows | padding | left over]."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
-        length, real, width = rng.randint(0, 70), rng.randint(1, 5), rng.randint(6, 12)
-        cache = KVCache(tiny_model(rng).config, 2, 100, "cpu", torch.float64)
-        cache.lengths = [length, rng.randint(0, 88)]  # the second row decides on the span
-        slots = cache.reserve(width)[:1]
-        start = torch.where(slots < length + real, slots + 1, length + real)
-        k_pos = torch.arange(length + width)
-        k_start = torch.cat([k_pos[:length] + 1, start[0]])
-        expected = visible(slots[..., None], start[..., None], 0, k_pos, k_start, 0)
-        mask = cache.mask()
+        model, options = tiny_model(rng), Options(verify=True, block=rng.randint(1, 5), tau=0.3)
+        cache = KVCache(model.config, 2, 200, "cpu", torch.float64)
+        cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # one of them decides on the span
+        feeds = []
+        for length in cache.lengths:
+            answer = Answer(random_prompt(rng, length + rng.randint(1, 5)), model, options)
+            answer.guesses = random_prompt(rng, rng.randint(0, options.block))
+            feeds.append(answer.feed(length, mask_id=1))
+        width = max(map(len, feeds))
+        padded = [feed + (width - len(feed)) * [(1, 0, 1)] for feed in feeds]
+        _, pos, start = torch.tensor(padded).unbind(-1)
+        cache.reserve(width)
+        mask = cache.mask(pos, start)
         assert mask.shape == (2, 1, width, cache.span)
-        assert torch.equal(mask[0, 0, :, : length + width], expected[0])
-        assert not mask[0, ..., length + width :].any()
+        for row, (length, feed) in enumerate(zip(cache.lengths, feeds)):
+            k_pos = torch.cat([torch.arange(length), pos[row, : len(feed)]])
+            k_start = torch.cat([torch.arange(length) + 1, start[row, : len(feed)]])
+            queries = pos[row, : len(feed), None], start[row, : len(feed), None], 0
+            expected = visible(*queries, k_pos, k_start, 0)
+            assert torch.equal(mask[row, 0, : len(feed), : length + len(feed)], expected)
+            assert not mask[row, 0, : len(feed), length + len(feed) :].any()
+            assert mask[row].any(-1).all()  # padding, too, sees something: no NaN
 
 
 def test_toy_model_in_a_batch_is_the_naive_decoder(toy):
@@ -334,7 +345,7 @@ def test_one_token_mode_is_greedy_ar():
         [result] = generate(model, [prompt], tau=tau, metric=metric, max_new=20)
         assert result.tokens == greedy(model, prompt, 20)
         assert result.accepted == [1] * len(result.tokens)
-        assert result.positions == len(prompt) + len(result.tokens) - 1  # no mask was computed
+        assert sum(result.positions) == len(prompt) + len(result.tokens) - 1  # no mask was computed
 
 
 def test_a_one_token_row_among_others_stays_one():
@@ -363,12 +374,13 @@ def test_one_token_mode_is_greedy_ar_in_bfloat16(toy):
 
 def test_probabilities_are_not_rounded_to_bfloat16():
     """0.9995 is 1.0 in bfloat16, and would pass tau = 0.9999 there."""
-    logits = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
-    logits[..., 3] = 9.5  # p(3) = 0.9995
+    model = tiny_model(random.Random(0)).bfloat16()
+    hidden = torch.zeros(1, 2, model.config.hidden_size, dtype=torch.bfloat16)
+    model.logits = lambda hidden: torch.eye(8, dtype=hidden.dtype)[[3, 3]] * 9.5  # p(3) = 0.9995
+    logits = logits_at(model, hidden, torch.tensor([[0, 1]]))
+    assert logits.dtype == torch.float32 and logits.bfloat16().softmax(-1).max() == 1
     options = Options(tau=0.9999, block=1)
-    assert logits.softmax(-1).max() == 1
-    _, counts = guess(logits, [Answer([2, 3], tiny_model(random.Random(0)), options)], options)
-    assert counts.tolist() == [1]
+    assert guess(logits, [Answer([2, 3], model, options)], options)[1].tolist() == [1]
 
 
 def test_nothing_counts_behind_the_end_of_turn():
@@ -452,7 +464,7 @@ def test_results_hold_together():
         assert sum(result.histogram.values()) == result.forwards
         assert result.ids == prompt + result.tokens
         fed = sum(result.accepted[:-1])  # every token once, and three masks each time
-        assert result.positions == len(prompt) + fed + 3 * result.forwards
+        assert sum(result.positions) == len(prompt) + fed + 3 * result.forwards
     options = Options(tau=0.2, block=3, max_new=25)
     answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
     events = list(Decoder(model, answers, options))
