@@ -1,6 +1,7 @@
 """Speed of decoding, measured side by side in one run.
 
     python bench/speed.py --table5        # the paper's Table 5: what a cache buys in a batch
+    python bench/speed.py --lossless      # AR, MARS, and MARS whose guesses are checked
     python bench/speed.py --long 4096     # one long answer: time and memory as it grows
 
 A ratio is the median over rounds in which all settings run in turn, so that a machine whose speed
@@ -20,7 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
-from bench.pareto import ROOT, accuracy, encode, read_problems, tokens_per_forward
+from bench.pareto import (
+    ROOT,
+    accuracy,
+    encode,
+    positions_per_forward,
+    read_problems,
+    tokens_per_forward,
+)
 from decode import Answer, Decoder, Options
 from kv_cache import KVCache
 from model import Chat, Config, Qwen2, UserError, initialize, load, place, run
@@ -43,7 +51,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ------------------------------------------------------------------------------------------ Table 5
+# ------------------------------------------------------------------------------------ side by side
 
 
 def forget(counts: list[int]) -> None:
@@ -64,38 +72,55 @@ def decode(model: Qwen2, prompts: list, options: Options, rows: int, cache: bool
     return answers, time.perf_counter() - began
 
 
-def table5(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
-    """Every setting at every number of rows: tok/s, and its ratio to AR of the same round."""
+def compare(model: Qwen2, chat: Chat, settings: dict, last: dict, args) -> None:
+    """A table per number of rows: tok/s, its ratio to AR of the same round, and a last column.
+
+    settings: name -> (options, with a cache?), AR among them. last: {heading: f(answers, ratio)}.
+    """
     problems = read_problems(args.data, args.limit)
-    prompts, mars = encode(chat, problems), Options(tau=args.tau, max_new=args.max_new)
-    settings = {"AR": (replace(mars, tau=1.0), True), "MARS, no cache": (mars, False)}
-    settings |= {f"MARS, B_cache {n}": (replace(mars, block_cache=n), True) for n in BLOCKS}
-    settings["MARS, cursor"] = (mars, True)
-    print(f"{args.model}, {len(problems)} problems, tau {args.tau}; {machine(model)}")
-    print(
-        f"medians of {args.rounds} rounds, in each of which all settings of a table run in turn\n"
-    )
+    prompts, [(heading, figure)] = encode(chat, problems), last.items()
+    print(f"{args.model}, {len(problems)} problems; {machine(model)}")
+    print(f"medians of {args.rounds} rounds, in each of which all settings run in turn")
     for rows in args.rows:
         seconds, answers = {name: [] for name in settings}, {}
-        decode(model, prompts[: 2 * rows], mars, rows, True)  # start-up, untimed
+        for options, cache in settings.values():
+            decode(model, prompts[:rows], options, rows, cache)  # start-up, untimed
         for _ in range(args.rounds):
             for name, (options, cache) in settings.items():
-                answers[name], time_taken = decode(model, prompts, options, rows, cache)
-                seconds[name].append(time_taken)
-        heading = f"{rows} row{'s' * (rows > 1)}"
-        print(f"| {heading:17} | tok/s | x AR | tok/forward | accuracy | efficiency |")
-        print("|:------------------|------:|-----:|------------:|---------:|-----------:|")
+                answers[name], taken = decode(model, prompts, options, rows, cache)
+                seconds[name].append(taken)
+        title, dashes = f"{rows} row{'s' * (rows > 1)}", "-" * len(heading)
+        print(f"\n| {title:17} | tok/s | x AR | tokens/forward | accuracy | {heading} |")
+        print(f"|:------------------|------:|-----:|---------------:|---------:|-{dashes}:|")
         ar_speeds = speeds(answers["AR"], seconds["AR"])
         for name, given in answers.items():
             here = speeds(given, seconds[name])
             ratio = statistics.median(speed / ar for speed, ar in zip(here, ar_speeds))
-            each, right = tokens_per_forward(given), accuracy(chat, given, problems)
             print(
-                f"| {name:17} | {statistics.median(here):5.0f} | {ratio:4.2f} | {each:11.2f} "
-                f"| {right:8.1%} | {ratio / each:10.2f} |",
+                f"| {name:17} | {statistics.median(here):5.0f} | {ratio:4.2f} "
+                f"| {tokens_per_forward(given):14.2f} | {accuracy(chat, given, problems):8.1%} "
+                f"| {figure(given, ratio):{len(heading)}.2f} |",
                 flush=True,
             )
-        print()
+
+
+def table5(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
+    mars = Options(tau=args.tau, max_new=args.max_new)
+    settings = {"AR": (replace(mars, tau=1.0), True), "MARS, no cache": (mars, False)}
+    settings |= {f"MARS, B_cache {n}": (replace(mars, block_cache=n), True) for n in BLOCKS}
+    settings["MARS, cursor"] = (mars, True)
+    efficiency = {"efficiency": lambda given, ratio: ratio / tokens_per_forward(given)}
+    compare(model, chat, settings, efficiency, args)
+
+
+def lossless(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
+    """tau as it is, and verified over draft taus: the lower, the more and wider guesses."""
+    mars = Options(tau=args.tau, max_new=args.max_new)
+    settings = {"AR": (replace(mars, tau=1.0), True), f"tau {args.tau:g}": (mars, True)}
+    for tau in (0.0, 0.3, 0.5, 0.7, 0.9):
+        settings[f"verify, tau {tau:g}"] = (replace(mars, tau=tau, verify=True), True)
+    wide = {"positions/forward": lambda given, _: positions_per_forward(given)}
+    compare(model, chat, settings, wide, args)
 
 
 def speeds(answers: list[Answer], seconds: list[float]) -> list[float]:
@@ -183,6 +208,7 @@ def main() -> None:
     add = parser.add_argument
     # fmt: off
     add("--table5", action="store_true", help="AR, no cache, block cache and cursor, in batches")
+    add("--lossless", action="store_true", help="AR, tau, and --verify over draft taus")
     add("--long", type=int, help="one answer of so many tokens")
     add("--model", default=str(ROOT / "toy/mars"), help="directory or hub id")
     add("--shape", choices=SHAPES, help="with --long: random weights in this shape instead")
@@ -196,8 +222,8 @@ def main() -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
     args = parser.parse_args()
-    if not args.table5 and args.long is None:
-        parser.error("what to measure: --table5 or --long")
+    if not args.table5 and not args.lossless and args.long is None:
+        parser.error("what to measure: --table5, --lossless or --long")
     for name, value, least in (("rounds", args.rounds, 1), ("long", args.long, 100)):
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
@@ -205,6 +231,8 @@ def main() -> None:
     model, chat = load(args.model, device, dtype)
     if args.table5:
         table5(model, chat, args)
+    if args.lossless:
+        lossless(model, chat, args)
     if args.long:
         long_answer(random_model(args.shape, device, dtype) if args.shape else model, args)
 

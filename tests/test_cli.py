@@ -14,7 +14,7 @@ from common import ROOT
 
 import decode
 import train
-from bench import burst, pareto, speed
+from bench import burst, exact, pareto, speculative, speed
 from model import Chat, UserError, load, run
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
@@ -127,6 +127,17 @@ def test_prompts_from_a_file(cli, tmp_path):
     assert status == 0 and out == "" and list(map(json.loads, written)) == results
     status, out, _ = cli(decode, "--prompts", tmp_path / "in.txt", "--block-cache", 8)
     assert [json.loads(line)["text"] for line in out.splitlines()] == [r["text"] for r in results]
+
+
+def test_verify_says_what_tau_1_says(cli):
+    plain, checked = (
+        cli(decode, "--prompt", PROMPT, *words)[1].splitlines()
+        for words in (("--tau", 1), ("--verify", "--tau", 0))
+    )
+    assert (
+        plain[0] == checked[0] and "in 51 forwards" in plain[1] and "in 11 forwards" in checked[1]
+    )
+    one_line(cli(decode, "--prompt", PROMPT, "--verify", "--block-cache", 8), "no block_cache")
 
 
 def test_every_prompt_of_a_file_has_its_own_draws(cli, tmp_path):
@@ -576,6 +587,45 @@ def test_the_table_of_speeds(cli):
     assert cli(speed)[0] == 2
 
 
+def test_the_table_of_lossless_speeds(cli):
+    options = ("--limit", 4, "--rows", 1, "--rounds", 1)
+    status, out, _ = cli(speed, "--lossless", *options)
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")]
+    table = {name.strip(): [float(cell.strip(" %")) for cell in cells] for name, *cells in rows[1:]}
+    assert status == 0 and table["AR"][2] == table["AR"][4] == 1
+    assert table["verify, tau 0"][2] > table["tau 0.95"][2] > 2
+    assert table["verify, tau 0"][4] == 25 > table["verify, tau 0.9"][4]
+
+
+def test_exactness_is_counted(cli, monkeypatch):
+    status, out, _ = cli(exact, "--limit", 12)
+    assert status == 0 and out.startswith(
+        "12 answers: 12 identical, 0 parted at a tie, 0 different"
+    )
+    plain = decode.generate
+
+    def wrong(model, prompts, rows, verify=False, **options):
+        answers = plain(model, prompts, rows, verify=verify, **options)
+        answers[0].tokens[3] += verify
+        return answers
+
+    monkeypatch.setattr(exact, "generate", wrong)
+    status, out, _ = cli(exact, "--limit", 3)
+    assert status == 1 and "2 identical, 0 parted at a tie, 1 different" in out
+
+
+def test_the_table_of_drafts(cli):
+    """A draft that is checked changes nothing; what the masks add to it is more tokens."""
+    status, out, _ = cli(speculative, "--limit", 6, "--rounds", 1)
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")][1:]
+    table = {name.strip(): [float(cell.strip(" %")) for cell in cells] for name, *cells in rows}
+    assert status == 0 and table["AR"][:2] == [1, 1]
+    for name in ("AR draft + AR", "MARS --verify"):
+        assert table[name][4] == 100 and table[name][0] > 2
+    assert table["AR draft + MARS"][0] > table["AR draft + AR"][0]
+    one_line(cli(speculative, "--k", 0), "--k 0: must be at least 1")
+
+
 def test_one_long_answer(cli):
     status, out, _ = cli(speed, "--long", 300)
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")][1:]
@@ -614,7 +664,7 @@ def test_the_readme_is_true(capsys, monkeypatch):
 
 
 def test_help_names_every_option(cli):
-    for module in (decode, train, pareto, burst, speed):
+    for module in (decode, train, pareto, burst, speed, exact, speculative):
         status, out, _ = cli(module, "--help")
         assert status == 0 and "--model" in out and "default" in out
         assert os.environ.get("HOME", "?") not in out

@@ -21,9 +21,11 @@ def by_hand(model, prompt: list[int], tau: float, block: int, max_new: int):
     A forward goes on for as long as AR says what had been guessed. Then the masks behind the text
     so far (without the last token) guess what comes after it, as far as they are sure of it.
     """
-    tokens, accepted, guesses = [], [], []
+    tokens, accepted, guesses, widths = [], [], [], []
     while tokens[-1:] != [0] and len(tokens) < max_new:
-        start = len(tokens)
+        start, masks = len(tokens), 0 if tau >= 1 else block
+        fed = 1 if tokens else len(prompt)  # the last token; what held before is in the cache
+        widths.append(fed + len(guesses) + (len(guesses) + 1) * masks)
         while True:
             ids = prompt + tokens + [1] * block
             hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)
@@ -36,13 +38,14 @@ def by_hand(model, prompt: list[int], tau: float, block: int, max_new: int):
         sure = itertools.takewhile(lambda guess: guess[0] >= tau < 1, ahead)
         guesses = [token for _, token in sure]
         accepted.append(len(tokens) - start)
-    return tokens, accepted
+    return tokens, accepted, widths
 
 
 def test_text_and_forwards_by_hand():
     """Ragged batches, more prompts than rows, a tau per prompt; ends and max_new anywhere.
 
-    A wrong group of masks would cost nothing but forwards: that is why they are compared, too.
+    A wrong group of masks would cost nothing but forwards, and a token that held but was not kept
+    in the cache nothing but a position: that is why they are compared, too.
     """
     kept, ended_early = [], 0
     for seed in cases(25, 1000):
@@ -56,7 +59,9 @@ def test_text_and_forwards_by_hand():
         answers = generate(model, prompts, rows=rows, tau=taus, verify=True, **options)
         for prompt, tau, answer in zip(prompts, taus, answers):
             expected = by_hand(model, prompt, tau, **options)
-            assert (answer.tokens, answer.accepted) == expected, (seed, options, tau)
+            assert (answer.tokens, answer.accepted) == expected[:2], (seed, options, tau)
+            [alone] = generate(model, [prompt], tau=tau, verify=True, **options)
+            assert (alone.tokens, alone.accepted, alone.positions) == expected, (seed, options, tau)
             ended_early += len(answer.tokens) < options["max_new"]
             kept += answer.accepted[1:] if tau < 0.4 else []
     assert sum(kept) / len(kept) > 1.25 and max(kept) > 3 and ended_early > 10
@@ -120,6 +125,17 @@ def test_a_conversation_goes_on_from_what_was_checked():
             list(decoder)
             assert answer.tokens == by_hand(model, prompt, 1.0, 4, 20)[0]
             prompt = answer.ids + random_prompt(rng, 3)
+
+
+def test_draws_are_those_of_the_prompt_alone():
+    """However many guesses the neighbours have."""
+    for seed in cases(10, 100):
+        rng = random.Random(seed)
+        model, options = tiny_model(rng), {"temperature": 1.0, "verify": True, "max_new": 20}
+        prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(6)]
+        taus = [rng.choice([0.0, 0.3, 1.0]) for _ in prompts]
+        one, four = (generate(model, prompts, rows, taus, **options) for rows in (1, 4))
+        assert [(a.tokens, a.accepted) for a in one] == [(a.tokens, a.accepted) for a in four]
 
 
 def ar_distribution(model, prompt: list[int], length: int) -> dict[tuple, float]:
