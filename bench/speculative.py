@@ -120,7 +120,7 @@ def main() -> None:
             answers[name], taken = timed(decode, prompts, target.device)
             seconds[name].append(taken / sum(len(answer.tokens) for answer in answers[name]))
     sizes = [sum(p.numel() for p in model.parameters()) / 1e6 for model in (target, draft)]
-    print(f"{args.model} ({sizes[0]:.2f} M), draft {args.draft} ({sizes[1]:.2f} M), K = {args.k}, ")
+    print(f"{args.model} ({sizes[0]:.2f} M), draft {args.draft} ({sizes[1]:.2f} M), K = {args.k},")
     print(f"tau {tau:g}, {len(prompts)} problems, medians of {args.rounds}; {machine(target)}\n")
     print(
         "|                   | tokens/target forward | x AR | x AR + AR | accuracy | text of AR |"

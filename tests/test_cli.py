@@ -247,6 +247,7 @@ def test_interrupting_before_the_first_forward(name, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(decoder.cache if name == "rewind" else decode, name, interrupt)
         decode.say(decoder, chat, decode.Answer(prompts[1], model, options), False)
+    assert not decoder.waiting
     answer = decode.Answer(prompts[1], model, options)
     decode.say(decoder, chat, answer, False)
     assert answer.tokens == decode.generate(model, [prompts[1]], tau=0.8, max_new=60)[0].tokens
