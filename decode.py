@@ -12,15 +12,15 @@ passes tau, the first one always; the window slides behind them. tau = 1 is plai
 What is unusual here:
   * the last mask counts too: B masks are B + 1 candidates (the paper's decoder reads B of them);
   * every row has its own cursor in the cache (the paper's future work): none waits for another, and
-    a batch gives what its prompts give alone. The paper's blocks are three properties of `Answer`;
+    a batch gives what its prompts give alone. The paper's blocks are two properties of `Answer`;
   * a finished row takes the next prompt at once; tau may change between any two forwards;
   * `verify` makes it lossless: the next forward carries the guesses as if they were real, with a
-    group of masks behind each number of them, and says itself what AR would have said there:
+    group of masks for each outcome, and says itself what AR would have said there:
 
           feed   [ x  g1 g2 | M M M M | M M M M | M M M M ]     x, the last token, and two guesses
        AR says     g1  y  .   behind x  behind g1  behind g2    g1 holds, g2 does not: accept g1 y;
                                                                 the second group's masks guess on
-  * `naive` does the same without a cache, one row at a time; the tests hold the loop to it.
+  * `naive` is the loop without cache, batch and `verify`; the tests hold the loop to it.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Options:
     metric: str = "probability"
     block: int | None = None  # B, the number of masks; None: the checkpoint's own, else 4
     block_cache: int | None = None  # B_cache of the paper's block policy; None: the cursor's
-    verify: bool = False  # check every guess before it counts: the text is that of tau = 1
+    verify: bool = False  # check guesses before they count: text, or draws, are those of tau = 1
     max_new: int = 256
     temperature: float = 0.0
     seed: int = 0
@@ -200,7 +200,8 @@ def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple
 
     At temperature T a guess is drawn from p^(1/T) of its own position; its confidence is taken at
     T = 1, as in the paper's code. Every draw is blind to the ones beside it, so below tau = 1 the
-    text is NOT a sample of the autoregressive distribution, unless `verify` checks it.
+    text is NOT a sample of the autoregressive distribution. With `verify`, which checks guesses,
+    it is; there a guess is the best token, whatever the temperature.
     """
     probs = logits.softmax(-1)
     guesses = logits.argmax(-1) if options.verify else choose(logits, batch, options)
@@ -236,9 +237,10 @@ class Decoder:
         self.rows: list[Answer | None] = [None] * rows
         longest = max([longest, *(len(answer.ids) + options.max_new for answer in answers)])
         block = options.block or model.config.block_size or 4
-        # Behind what is committed: accepted tokens (of a whole block, if blocks are used), masks.
+        # Behind what is committed: accepted tokens (of a whole block, if blocks are used), masks;
+        # with verify one token, B guesses and B + 1 groups of B masks.
         fed = max(block + 1, min(options.block_cache or 0, options.max_new))
-        fed = (block + 1) ** 2 if options.verify else fed
+        fed = block * (block + 1) + 1 if options.verify else fed
         dtype = model.model.norm.weight.dtype
         capacity = longest + fed + block
         self.cache = KVCache(model.config, len(self.rows), capacity, model.device, dtype)
@@ -344,6 +346,8 @@ def generate(model: Qwen2, prompts: list[list[int]], rows=8, tau=0.95, **options
 def naive(model: Qwen2, prompt: list[int], **options) -> Answer:
     """The reference: one row, no cache, plain causal attention over the whole text each time."""
     options = Options(**options)
+    if options.verify:
+        raise UserError("naive does not verify; compare verify with tau = 1")
     answer = Answer(prompt, model, options)
     while not answer.done:
         masks = [model.config.mask_token_id] * (answer.candidates - 1)

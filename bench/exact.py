@@ -11,6 +11,7 @@ best logits where the answers part are at most 1e-4 apart. Any other difference 
 
 import argparse
 import sys
+from os.path import commonprefix  # of any two lists
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -58,8 +59,9 @@ def main() -> None:
     gaps = []
     for prompt, a, b in zip(prompts, plain, checked):
         if a.tokens != b.tokens:
-            same = [x == y for x, y in zip(a.tokens, b.tokens)].index(False)
-            gaps.append(gap(model, prompt + a.tokens[:same]))
+            same = len(commonprefix([a.tokens, b.tokens]))
+            ended = same in (len(a.tokens), len(b.tokens))  # one goes on where the other stopped
+            gaps.append(float("inf") if ended else gap(model, prompt + a.tokens[:same]))
     ties = sum(g <= 1e-4 for g in gaps)
     print(
         f"{len(prompts)} answers: {len(prompts) - len(gaps)} identical, {ties} parted at a tie, "

@@ -5,13 +5,15 @@
 The draft proposes K tokens. One forward of the target checks them, and carries a group of masks
 behind each number of them; of the group behind those that held, what passes tau is accepted at
 once. That last part makes the composition lossy (the draft's part is exact). `--verify` needs no
-draft: what the masks say is checked by the next forward, too, so that its text is that of AR.
+draft: what the masks say is checked by the next forward, too, so that its text is that of AR. AR
+is the same checkpoint at tau 1 here, of the target and of the draft.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -27,18 +29,18 @@ from model import Qwen2, UserError, load, place, run
 class Speculation:
     """A draft and a target, one answer at a time, each with the cache of its own row."""
 
-    def __init__(self, target: Qwen2, draft: Qwen2, taus: tuple[float, float], K: int, args):
-        self.options = Options(tau=taus[1], verify=True, max_new=args.max_new)
-        self.proposal = Options(tau=taus[0], max_new=K)
-        room = target.config.max_position_embeddings + 2 * K * K
-        self.target = Decoder(target, [], self.options, 1, room)
-        self.draft = Decoder(draft, [], self.proposal, 1, room)
+    def __init__(self, target: Qwen2, draft: Qwen2, taus: tuple[float, float], longest: int, args):
+        self.options, self.K = Options(tau=taus[1], verify=True, max_new=args.max_new), args.k
+        self.proposal = Options(tau=taus[0], max_new=args.k)
+        longest += 2 * args.k**2  # more guesses than masks make a feed wider than the decoder knows
+        self.target = Decoder(target, [], self.options, 1, longest)
+        self.draft = Decoder(draft, [], self.proposal, 1, longest)
 
     def __call__(self, prompt: list[int]) -> Answer:
         answer = Answer(prompt, self.target.model, self.options)
         self.target.waiting.append(answer)
         while not answer.done:
-            answer.guesses = self.propose(answer.ids)
+            answer.guesses = self.propose(answer.ids, self.options.max_new - len(answer.tokens))
             self.target.step()
             if answer.guesses and not answer.done:  # of the masks: accepted, not only guessed
                 answer.take(answer.guesses, [], 0)
@@ -46,9 +48,10 @@ class Speculation:
                 answer.accepted[-2:] = [sum(answer.accepted[-2:])]
         return answer
 
-    def propose(self, ids: list[int]) -> list[int]:
+    def propose(self, ids: list[int], room: int) -> list[int]:
         """The draft's next K tokens; of the text so far it computes only what is new."""
-        self.draft.waiting.append(proposal := Answer(ids, self.draft.model, self.proposal))
+        proposal = Answer(ids, self.draft.model, replace(self.proposal, max_new=min(self.K, room)))
+        self.draft.waiting.append(proposal)
         for _ in self.draft:
             pass
         return proposal.tokens
@@ -57,9 +60,9 @@ class Speculation:
 class Alone:
     """The target by itself."""
 
-    def __init__(self, target: Qwen2, tau: float, verify: bool, args):
+    def __init__(self, target: Qwen2, tau: float, verify: bool, longest: int, args):
         self.options = Options(tau=tau, verify=verify, max_new=args.max_new)
-        self.target = Decoder(target, [], self.options, 1, target.config.max_position_embeddings)
+        self.target = Decoder(target, [], self.options, 1, longest)
 
     def __call__(self, prompt: list[int]) -> Answer:
         self.target.waiting.append(answer := Answer(prompt, self.target.model, self.options))
@@ -104,13 +107,14 @@ def main() -> None:
     if chat.tokenizer.get_vocab() != other.tokenizer.get_vocab():
         raise UserError(f"{args.draft}: its tokenizer is not that of {args.model}")
     prompts, tau = encode(chat, problems), args.tau
+    longest = max(map(len, prompts)) + args.max_new
     decoders = {
-        "AR": Alone(target, 1.0, False, args),
-        "AR draft + AR": Speculation(target, draft, (1.0, 1.0), args.k, args),
-        "AR draft + MARS": Speculation(target, draft, (1.0, tau), args.k, args),
-        "MARS draft + MARS": Speculation(target, draft, (tau, tau), args.k, args),
-        "MARS": Alone(target, tau, False, args),
-        "MARS --verify": Alone(target, 0.0, True, args),
+        "AR": Alone(target, 1.0, False, longest, args),
+        "AR draft + AR": Speculation(target, draft, (1.0, 1.0), longest, args),
+        "AR draft + MARS": Speculation(target, draft, (1.0, tau), longest, args),
+        "MARS draft + MARS": Speculation(target, draft, (tau, tau), longest, args),
+        "MARS": Alone(target, tau, False, longest, args),
+        "MARS --verify": Alone(target, 0.0, True, longest, args),
     }
     seconds, answers = {name: [] for name in decoders}, {}
     for decode in decoders.values():

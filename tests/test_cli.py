@@ -229,6 +229,21 @@ def test_a_conversation(cli, monkeypatch):
     )
 
 
+def test_every_turn_has_its_own_draws(cli, monkeypatch):
+    typed = iter([PROMPT, "/reset", PROMPT, EOFError()])
+
+    def prompt(_):
+        line = next(typed)
+        if isinstance(line, EOFError):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", prompt)
+    status, out, _ = cli(decode, "--chat", "--temperature", 1.5, "--max-new", 30)
+    first, _, second, _ = out.strip().splitlines()
+    assert status == 0 and first != second
+
+
 @pytest.mark.parametrize("name", ["commonprefix", "rewind"])
 def test_interrupting_before_the_first_forward(name, monkeypatch):
     """Ctrl-C may come between any two lines: the row must not claim keys that it does not have,

@@ -100,17 +100,19 @@ def test_a_stricter_tau_makes_fewer_guesses_and_a_narrower_feed(metric, sure):
 
 def test_tau_may_change_while_guesses_are_on_their_way():
     """From guessing all to guessing none and back: pending guesses are checked all the same."""
-    now = [0.0]
+    now, held = [0.0], 0
     for seed in cases(10, 100):
         rng = random.Random(seed)
         model, prompts = tiny_model(rng), [random_prompt(rng, rng.randint(1, 9)) for _ in range(3)]
         options = Options(tau=lambda waiting: now[0], verify=True, max_new=30)
         answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
         decoder = Decoder(model, answers, options, rows=2)
-        while decoder.step():
+        while news := decoder.step():
+            held += sum(len(tokens) > 1 for _, tokens in news) if now[0] == 1 else 0
             now[0] = rng.choice([0.0, 0.3, 1.0])
         for prompt, answer in zip(prompts, answers):
             assert answer.tokens == by_hand(model, prompt, 1.0, 4, 30)[0]
+    assert held > 5  # a forward that guesses nothing still checked what had been guessed
 
 
 def test_a_conversation_goes_on_from_what_was_checked():
@@ -124,6 +126,7 @@ def test_a_conversation_goes_on_from_what_was_checked():
             decoder.waiting.append(answer)
             list(decoder)
             assert answer.tokens == by_hand(model, prompt, 1.0, 4, 20)[0]
+            assert turn == 0 or answer.positions[0] <= 3 + 4 + 4 + 1  # the news, the masks
             prompt = answer.ids + random_prompt(rng, 3)
 
 
@@ -206,6 +209,11 @@ def test_samples_are_those_of_plain_ar(broken, monkeypatch):
     assert 0.1 * draws < kept and len(expected) > 50  # guesses do hold, and do fail
     p = chi_square_p(counts, expected)
     assert p < 1e-6 if broken else p > 0.01
+
+
+def test_naive_does_not_pretend_to_verify():
+    with pytest.raises(UserError, match="naive does not verify"):
+        decode.naive(tiny_model(random.Random(0)), [2], verify=True)
 
 
 def test_verify_and_blocks_exclude_each_other():
