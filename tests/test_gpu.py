@@ -24,13 +24,17 @@ def toy(device: str, dtype: torch.dtype):
     return model, chat, [chat.encode(chat.prompt(turn)) for turn in turns], rows
 
 
-@pytest.mark.parametrize("tau", [1.0, 0.8])
-def test_decoding_gives_the_tokens_of_the_cpu(tau):
+@pytest.mark.parametrize(
+    "options",
+    [{"tau": 1.0}, {"tau": 0.8}, {"tau": 0.8, "block_cache": 8}, {"verify": True}],
+    ids=str,
+)
+def test_decoding_gives_the_tokens_of_the_cpu(options):
     """In float64, where the two kinds of arithmetic are too close to tell a tie apart."""
     results = []
     for device in ("cpu", "cuda"):
         model, _, prompts, _ = toy(device, torch.float64)
-        results.append(generate(model, prompts, rows=5, tau=tau))
+        results.append(generate(model, prompts, rows=5, **options))
     assert [(r.tokens, r.accepted) for r in results[0]] == [
         (r.tokens, r.accepted) for r in results[1]
     ]
