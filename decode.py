@@ -19,7 +19,7 @@ What is unusual here:
 
           feed   [ x  g1 g2 | M M M M | M M M M | M M M M ]     x, the last token, and two guesses
        AR says     g1  y  .   behind x  behind g1  behind g2    g1 holds, g2 does not: accept g1 y;
-                                                                the second group's masks guess on
+                                                                the masks behind g1 guess on
   * `naive` is the loop without cache, batch and `verify`; the tests hold the loop to it.
 """
 
@@ -297,7 +297,10 @@ class Decoder:
         ]
 
     def accept(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[tuple]:
-        """Per row: the tokens that pass tau, of the candidates behind the last real token."""
+        """What passes tau, from the last real token, at `last` (R, 1), through the masks behind it.
+
+        Per row: tokens, guesses that the next forward is to check, and how many held in this one.
+        """
         C = max(answer.candidates for answer in batch if answer)
         at = last + torch.arange(C, device=last.device)
         guesses, counts = guess(logits_at(self.model, hidden, at), batch, self.options)
@@ -305,26 +308,25 @@ class Decoder:
         return [(tokens[:count], [], 0) for count, *tokens in rows]
 
     def check(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[tuple]:
-        """Per row: what AR would say as long as the guesses hold, then one token more; new guesses.
+        """What AR says as long as the guesses hold, and one token more; per row as in `accept`.
 
-        The clean stream decides, so the text is that of tau = 1. New guesses come from the group
-        of masks that stands behind the guesses that held.
+        The clean stream decides, so this is the text of tau = 1. The new guesses come from the one
+        group of masks that stands behind the guesses that held.
         """
         given = [answer.guesses if answer else [] for answer in batch]
         window = [answer.candidates - 1 if answer else 0 for answer in batch]
-        K, B = max(map(len, given)), max(window)
-        ahead, device = torch.arange(max(K + 1, B), device=last.device), last.device
+        K, B, device = max(map(len, given)), max(window), last.device
+        ahead = torch.arange(max(K + 1, B), device=device)
         said = choose(logits_at(self.model, hidden, last + ahead[: K + 1]), batch, self.options)
-        padded = torch.tensor(
-            [guesses + [-1] * (K - len(guesses)) for guesses in given], device=device
-        )
-        held = (said[:, :K] == padded).long().cumprod(-1).sum(-1, keepdim=True)
-        sizes = torch.tensor([[len(g), w] for g, w in zip(given, window)], device=device)
-        masks = last + 1 + sizes[:, :1] + held * sizes[:, 1:] + ahead[:B]
-        at = torch.cat([last + held, masks], dim=1)
+        padded = torch.tensor([g + [-1] * (K - len(g)) for g in given], device=device)
+        held = (said[:, :K] == padded).long().cumprod(-1).sum(-1, keepdim=True)  # (R, 1)
+
+        sizes, windows = torch.tensor([list(map(len, given)), window], device=device)[..., None]
+        group = last + 1 + sizes + held * windows + ahead[:B]  # (R, B)
+        at = torch.cat([last + held, group], dim=1)
         guesses, counts = guess(logits_at(self.model, hidden, at), batch, self.options)
         rows = torch.cat([held, counts[:, None], said, guesses], dim=1).tolist()
-        return [(row[2 : 3 + row[0]], row[3 + K + 1 : 3 + K + row[1]], row[0]) for row in rows]
+        return [(row[: n + 1], row[K + 2 : K + 1 + count], n) for n, count, *row in rows]
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, tau=0.95, **options) -> list[Answer]:
