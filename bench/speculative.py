@@ -23,7 +23,7 @@ import torch
 from bench.pareto import ROOT, accuracy, encode, read_problems, tokens_per_forward
 from bench.speed import machine, wait
 from decode import Answer, Decoder, Options
-from model import Qwen2, UserError, load, place, run
+from model import Chat, Qwen2, UserError, load, place, run
 
 
 class Speculation:
@@ -79,6 +79,37 @@ def timed(decode, prompts: list, device: torch.device) -> tuple[list[Answer], fl
     return answers, time.perf_counter() - began
 
 
+def measure(decoders: dict, prompts: list, rounds: int, device: torch.device) -> tuple[dict, dict]:
+    """Answers of every decoder, and its seconds per token in each round; all run in turn."""
+    seconds, answers = {name: [] for name in decoders}, {}
+    for decode in decoders.values():
+        decode(prompts[0])  # start-up, untimed
+    for _ in range(rounds):
+        for name, decode in decoders.items():
+            answers[name], taken = timed(decode, prompts, device)
+            seconds[name].append(taken / sum(len(answer.tokens) for answer in answers[name]))
+    return answers, seconds
+
+
+def table(answers: dict, seconds: dict, chat: Chat, problems: list[dict]) -> None:
+    print(
+        "|                   | tokens/target forward | x AR | x AR + AR | accuracy | text of AR |"
+    )
+    print(
+        "|:------------------|----------------------:|-----:|----------:|---------:|-----------:|"
+    )
+    for name, given in answers.items():
+        ratios = [
+            statistics.median(a / b for a, b in zip(seconds[base], seconds[name]))
+            for base in ("AR", "AR draft + AR")
+        ]
+        same = sum(a.tokens == b.tokens for a, b in zip(given, answers["AR"])) / len(given)
+        print(
+            f"| {name:17} | {tokens_per_forward(given):21.2f} | {ratios[0]:4.2f} "
+            f"| {ratios[1]:9.2f} | {accuracy(chat, given, problems):8.1%} | {same:10.0%} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Speculative decoding with a draft model, beside --verify.",
@@ -116,32 +147,10 @@ def main() -> None:
         "MARS": Alone(target, tau, False, longest, args),
         "MARS --verify": Alone(target, 0.0, True, longest, args),
     }
-    seconds, answers = {name: [] for name in decoders}, {}
-    for decode in decoders.values():
-        decode(prompts[0])  # start-up, untimed
-    for _ in range(args.rounds):
-        for name, decode in decoders.items():
-            answers[name], taken = timed(decode, prompts, target.device)
-            seconds[name].append(taken / sum(len(answer.tokens) for answer in answers[name]))
     sizes = [sum(p.numel() for p in model.parameters()) / 1e6 for model in (target, draft)]
     print(f"{args.model} ({sizes[0]:.2f} M), draft {args.draft} ({sizes[1]:.2f} M), K = {args.k},")
     print(f"tau {tau:g}, {len(prompts)} problems, medians of {args.rounds}; {machine(target)}\n")
-    print(
-        "|                   | tokens/target forward | x AR | x AR + AR | accuracy | text of AR |"
-    )
-    print(
-        "|:------------------|----------------------:|-----:|----------:|---------:|-----------:|"
-    )
-    for name, given in answers.items():
-        ratios = [
-            statistics.median(a / b for a, b in zip(seconds[base], seconds[name]))
-            for base in ("AR", "AR draft + AR")
-        ]
-        same = sum(a.tokens == b.tokens for a, b in zip(given, answers["AR"])) / len(given)
-        print(
-            f"| {name:17} | {tokens_per_forward(given):21.2f} | {ratios[0]:4.2f} "
-            f"| {ratios[1]:9.2f} | {accuracy(chat, given, problems):8.1%} | {same:10.0%} |"
-        )
+    table(*measure(decoders, prompts, args.rounds, target.device), chat, problems)
 
 
 if __name__ == "__main__":

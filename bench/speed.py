@@ -72,13 +72,14 @@ def decode(model: Qwen2, prompts: list, options: Options, rows: int, cache: bool
     return answers, time.perf_counter() - began
 
 
-def compare(model: Qwen2, chat: Chat, settings: dict, last: dict, args) -> None:
+def compare(model: Qwen2, chat: Chat, settings: dict, heading: str, figure, args) -> None:
     """A table per number of rows: tok/s, its ratio to AR of the same round, and a last column.
 
-    settings: name -> (options, with a cache?), AR among them. last: {heading: f(answers, ratio)}.
+    settings: name -> (options, with a cache?), AR among them. The last column is
+    figure(answers, ratio), under that heading.
     """
     problems = read_problems(args.data, args.limit)
-    prompts, [(heading, figure)] = encode(chat, problems), last.items()
+    prompts = encode(chat, problems)
     print(f"{args.model}, {len(problems)} problems; {machine(model)}")
     print(f"medians of {args.rounds} rounds, in each of which all settings run in turn")
     for rows in args.rows:
@@ -109,8 +110,11 @@ def table5(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
     settings = {"AR": (replace(mars, tau=1.0), True), "MARS, no cache": (mars, False)}
     settings |= {f"MARS, B_cache {n}": (replace(mars, block_cache=n), True) for n in BLOCKS}
     settings["MARS, cursor"] = (mars, True)
-    efficiency = {"efficiency": lambda given, ratio: ratio / tokens_per_forward(given)}
-    compare(model, chat, settings, efficiency, args)
+
+    def efficiency(given: list[Answer], ratio: float) -> float:
+        return ratio / tokens_per_forward(given)
+
+    compare(model, chat, settings, "efficiency", efficiency, args)
 
 
 def lossless(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
@@ -119,8 +123,11 @@ def lossless(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
     settings = {"AR": (replace(mars, tau=1.0), True), f"tau {args.tau:g}": (mars, True)}
     for tau in (0.0, 0.3, 0.5, 0.7, 0.9):
         settings[f"verify, tau {tau:g}"] = (replace(mars, tau=tau, verify=True), True)
-    wide = {"positions/forward": lambda given, _: positions_per_forward(given)}
-    compare(model, chat, settings, wide, args)
+
+    def width(given: list[Answer], ratio: float) -> float:
+        return positions_per_forward(given)
+
+    compare(model, chat, settings, "positions/forward", width, args)
 
 
 def speeds(answers: list[Answer], seconds: list[float]) -> list[float]:
@@ -168,7 +175,7 @@ def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
     options = Options(tau=0.0, max_new=args.long)
     before = resident(model.device)
     answer = Answer([0], model, options)
-    decoder = Decoder(model, [answer], options)
+    decoder = Decoder(model, [answer], options, rows=1)
     size = 2 * decoder.cache.k.numel() * decoder.cache.k.element_size() / 2**20
     print(f"{args.shape or args.model}; {machine(model)}; cache {size:.1f} MiB\n")
     print("| tokens so far | ms/forward | attention alone | the rest | ms/token | memory, MiB |")

@@ -643,7 +643,9 @@ def test_the_table_of_drafts(cli):
 
 
 def test_one_long_answer(cli):
+    """In one row: once it was measured among seven empty ones, in a cache eight times as large."""
     status, out, _ = cli(speed, "--long", 300)
+    assert "cache 0.4 MiB" in out  # 2 x 5 layers x 310 positions x 32 x 4 bytes
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| ")][1:]
     assert status == 0 and len(rows) == 8 and int(rows[-1][0]) == 300
 
