@@ -178,6 +178,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+@functools.cache
+def flex_attention() -> Callable[..., Tensor]:
+    """Compiled at its first call; only training on a GPU calls it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int):
         super().__init__()
@@ -198,9 +206,12 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)  # (B, kv_heads, S, head_dim), the old and the new
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
+        if mask is None or isinstance(mask, Tensor):
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+        else:
+            y = flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -245,8 +256,9 @@ class Qwen2(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache=None) -> Tensor:
         """Hidden states (B, T, D) of tokens (B, T) at positions (B, T).
 
-        mask: bool (B, 1, T, S), True where a query may look; None is plain causal. S is T, or with
-        a cache the slots that it spans, where the T new keys and values are written first.
+        mask: bool (B, 1, T, S), True where a query may look, or FlexAttention's BlockMask of these;
+        None is plain causal. S is T, or with a cache the slots that it spans, where the T new keys
+        and values are written first.
         """
         x = self.model.embed_tokens(tokens)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
@@ -371,8 +383,11 @@ def replace(writers: dict[Path, Callable[[Path], object]]) -> None:
                 temporary.unlink()
 
 
-def save(model: Qwen2, chat: "Chat", directory: Path, dtype=torch.bfloat16) -> None:
-    """A directory that `load` and transformers both read; any Qwen2 server can serve it as AR."""
+def save(model: Qwen2, chat: "Chat", directory: Path, dtype=torch.bfloat16, weights=None) -> None:
+    """A directory that `load` and transformers both read; any Qwen2 server can serve it as AR.
+
+    weights: the state_dict, if it is not `model`'s own (which holds but a part if it is sharded).
+    """
     config = {k: v for k, v in asdict(model.config).items() if v is not None}
     config |= {
         "architectures": ["Qwen2ForCausalLM"],
@@ -388,7 +403,8 @@ def save(model: Qwen2, chat: "Chat", directory: Path, dtype=torch.bfloat16) -> N
         "tokenizer_config.json": json.dumps(chat.settings, indent=2, ensure_ascii=False),
         "chat_template.jinja": chat.template,
     }
-    tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.state_dict().items()}
+    weights = weights or model.state_dict()
+    tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in weights.items()}
     writers = {
         directory / name: functools.partial(Path.write_text, data=text, encoding="utf-8")
         for name, text in texts.items()

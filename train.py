@@ -12,31 +12,60 @@ What is unusual here:
     since its prompt positions would be copies of the clean ones;
   * the block grid has a random phase per example and epoch, so that every token is learnt at every
     look-ahead (`--block-phase fixed` is the paper's grid);
-  * every target carries its weight in the whole step: cutting it into parts changes nothing;
-  * shuffle and phases are functions of (seed, epoch, row): there is no random state to save.
+  * examples are packed into rows, several to a row, and kept apart by the mask rule;
+  * every target carries its weight in the whole step: how that is packed, cut into forwards and
+    split among processes changes nothing;
+  * shuffle and phases are functions of (seed, epoch, row): there is no random state to save, and
+    a run that was killed goes on bit for bit (`--resume`).
+
+Under torchrun the same loop shards the model and splits the rows of each step (FSDP2).
 """
 
 import argparse
-import itertools
+import contextlib
+import functools
 import json
 import math
+import os
 import random
+import shutil
+import signal
 import sys
 import time
+import warnings
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from model import (
     Chat,
+    Config,
     Qwen2,
     UserError,
     add_mask_token,
@@ -45,10 +74,14 @@ from model import (
     locate,
     place,
     read_config,
+    read_json,
+    replace,
     run,
     save,
     visible,
 )
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # we know
 
 try:
     import resource
@@ -56,6 +89,9 @@ except ImportError:  # on Windows
     resource = None
 
 # --------------------------------------------------------------------------------------------- data
+
+
+OTHER_FORMATS = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"PAR1": "parquet", b"\x28\xb5\x2f": "zstd"}
 
 
 class Rows:
@@ -68,11 +104,15 @@ class Rows:
             self.file.seek(0)  # rows are read in any order, which a pipe cannot give
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        for magic, name in OTHER_FORMATS.items():
+            if self.file.peek(4).startswith(magic):
+                raise UserError(f"{path}: is {name}, not JSONL; unpack or convert it first")
         for number, line in enumerate(tqdm(self.file, desc=str(path), leave=False, delay=2), 1):
             if line.strip():
                 self._parse(line, number)
                 self.offsets.append(offset)
             offset += len(line)
+        self.size = offset
         if not self.offsets:
             raise UserError(f"{path}: empty; expected one JSON object per line")
 
@@ -120,6 +160,8 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
         messages = messages[:-1]
     if not messages:
         raise Unusable("no assistant turn")
+    if any(m.get("function_calls") or m.get("tool_calls") for m in messages):
+        raise Unusable("a tool call")  # which is not in the content: the text would lack it
     if not all(isinstance(m.get("content"), str) for m in messages):
         raise Unusable("content that is not text")
     try:
@@ -145,6 +187,14 @@ def shuffled(count: int, *key: object) -> array:
     return order
 
 
+class Step(NamedTuple):
+    """What one step trains on, and how far the data is consumed then."""
+
+    examples: list[Example]
+    consumed: int  # rows, the skipped ones too
+    skipped: dict[str, int]
+
+
 class Dataset:
     """Examples of a JSONL file: a held-out slice, and an endless shuffled stream of the others."""
 
@@ -153,8 +203,7 @@ class Dataset:
         self.max_length, self.seed = args.max_length, args.seed
         order = shuffled(len(rows), self.seed)
         held_out = min(args.held_out, len(rows) // 10)
-        self.training, self.consumed = order[held_out:], 0  # the skipped rows are consumed too
-        self.skipped = Counter()
+        self.training, self.skipped = order[held_out:], Counter()
         self.held_out = [e for i in order[:held_out] if (e := self.example(i, -1))]
 
     def example(self, index: int, epoch: int) -> Example | None:
@@ -166,29 +215,32 @@ class Dataset:
         example.phase = random.Random(f"{self.seed} {epoch} {index}").randrange(self.phases)
         return example
 
-    def reasons(self) -> str:
-        return ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
-
-    def stream(self) -> Iterator[Example]:
-        usable = False
+    def steps(self, batch: int, consumed: int = 0) -> Iterator[Step]:
+        """Steps of `batch` examples for ever, from the row on where a step left off."""
+        examples, fruitless, order_of = [], 0, None
         while True:
-            epoch, at = divmod(self.consumed, len(self.training))
-            if at == 0:
-                order = shuffled(len(self.training), self.seed, epoch)
-            self.consumed += 1
+            epoch, at = divmod(consumed, len(self.training))
+            if epoch != order_of:
+                order, order_of = shuffled(len(self.training), self.seed, epoch), epoch
             example = self.example(self.training[order[at]], epoch)
-            if example:
-                usable = True
-                yield example
-            elif not usable and self.consumed >= len(self.training):
-                raise UserError(f"{self.rows.path}: no usable row: {self.reasons()}")
+            consumed, fruitless = consumed + 1, 0 if example else fruitless + 1
+            if fruitless == len(self.training):
+                raise UserError(f"{self.rows.path}: no usable row: {reasons(self.skipped)}")
+            examples += [example] if example else []
+            if len(examples) == batch:
+                yield Step(examples, consumed, dict(self.skipped))
+                examples = []
+
+
+def reasons(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(skipped).most_common())
 
 
 # --------------------------------------------------------------------------------------------- loss
 
 
 class Batch(NamedTuple):
-    """A micro-batch, every field (B, T), or one example before padding, every field (T)."""
+    """The positions of one forward, every field (B, T); or of one example, every field (T)."""
 
     tokens: Tensor
     pos: Tensor
@@ -197,44 +249,69 @@ class Batch(NamedTuple):
     target: Tensor  # the token that follows
     noisy: Tensor  # weight of this position's cross-entropy in the noisy loss
     clean: Tensor  # and in the clean loss
+    back: Tensor  # of a mask: so many columns before it stands the clean token of its position
 
 
-PADDING = Batch(tokens=0, pos=0, start=1, doc=1, target=0, noisy=0.0, clean=0.0)  # its own document
+PADDING = Batch(tokens=0, pos=0, start=1, doc=-1, target=0, noisy=0.0, clean=0.0, back=0)
+WIDTH = 128  # rows are multiples of this: few shapes, and whole blocks of FlexAttention
+LOGITS = 2**26  # so many exist at a time: 256 MiB in float32
 
 
-def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float) -> Batch:
+def stream_length(example: Example, block_size: int | None) -> int:
+    """Positions of both streams. The last token, which predicts nothing, is in neither."""
+    return len(example.tokens) - 1 + (example.targets - 1 if block_size else 0)
+
+
+def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float, doc=0) -> Batch:
     """One example as [clean ; masks]; without a block size, as the clean stream alone.
 
-    Clean position p predicts token p + 1, and so does the mask at p. The last token predicts
-    nothing and is in neither stream. The last of the prompt, which is never masked, predicts the
-    first of the response: that cross-entropy counts in both sums, as in the paper's code.
+    Clean position p predicts token p + 1, and so does the mask at p. The last of the prompt, which
+    is never masked, predicts the first of the response: that cross-entropy counts in both sums, as
+    in the paper's code.
     """
     x, prompt = torch.tensor(example.tokens), example.prompt
     pos = torch.arange(len(x) - 1)
-    clean = weight * (pos >= prompt - 1)
-    stream = Batch(x[:-1], pos, pos + 1, 0 * pos, x[1:], weight * (pos == prompt - 1), clean)
+    doc, clean, first = 0 * pos + doc, weight * (pos >= prompt - 1), weight * (pos == prompt - 1)
+    stream = Batch(x[:-1], pos, pos + 1, doc, x[1:], first, clean, 0 * pos)
     if not block_size:
         return stream._replace(noisy=0 * clean)
-    pos = pos[prompt:]
+    pos, doc, target = pos[prompt:], doc[prompt:], x[prompt + 1 :]
     block_start = (pos + example.phase) // block_size * block_size - example.phase
     start = block_start.clamp(min=prompt)  # or the block where the prompt ends would not see it
-    doc, noisy = torch.zeros_like(pos), torch.full(pos.shape, weight)
-    masks = Batch(doc + mask_id, pos, start, doc, x[prompt + 1 :], noisy, 0 * noisy)
+    noisy, back = torch.full(pos.shape, weight), torch.full_like(pos, len(pos))
+    masks = Batch(0 * pos + mask_id, pos, start, doc, target, noisy, 0 * noisy, back)
     return Batch(*map(torch.cat, zip(stream, masks)))
 
 
-def collate(layouts: list[Batch], device) -> Batch:
-    """Pad to a multiple of 32: with ever-new shapes bf16 on a CPU is several times slower."""
-    length = -(-max(len(layout.tokens) for layout in layouts) // 32) * 32
+def pack(lengths: list[int], width: int) -> list[list[int]]:
+    """Which examples share a row of `width` positions: the longest first, each where it fits best.
 
-    def pad(fields: tuple[Tensor, ...], value: float) -> Tensor:
-        return torch.stack([F.pad(f, (0, length - len(f)), value=value) for f in fields]).to(device)
+    (Best-fit decreasing, a classic of bin packing: at most 11/9 of the fewest rows there could be.)
+    """
+    rows, free = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = [row for row in range(len(rows)) if free[row] >= lengths[i]]
+        row = min(fits, key=free.__getitem__, default=len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(width)
+        rows[row].append(i)
+        free[row] -= lengths[i]
+    return rows
 
-    return Batch(*map(pad, zip(*layouts), PADDING))
+
+def collate(rows: list[list[Batch]], width: int) -> Batch:
+    """Each row's examples, one behind the other, and padding, which is a document of its own."""
+    filled = []
+    for row in rows:
+        rest = width - sum(len(layout.tokens) for layout in row)
+        padding = Batch(*(torch.full((rest,), value) for value in PADDING))
+        filled.append(Batch(*map(torch.cat, zip(*row, padding))))
+    return Batch(*map(torch.stack, zip(*filled)))
 
 
 def target_weights(examples: list[Example], normalization: str) -> list[float]:
-    """Weight of each example's targets in the WHOLE step, however it is cut into micro-batches.
+    """Weight of each example's targets in the WHOLE step, however it is packed and split.
 
     sequence: the mean over an example's targets, then over examples (the paper's); token: the mean
     over all targets.
@@ -244,53 +321,212 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
     return [1 / (e.targets * len(examples)) for e in examples]
 
 
+def batches(
+    examples: list[Example], config: Config, args: argparse.Namespace, rank=0, world=1
+) -> list[Batch]:
+    """One process's forwards of a step: of one shape, and as many of them in every process."""
+    block_size, weights = config.block_size, target_weights(examples, args.normalization)
+    lengths = [stream_length(example, block_size) for example in examples]
+    width = -(-max(lengths) // WIDTH) * WIDTH
+    rows = pack(lengths, width)
+    forwards = -(-len(rows) // (world * max(1, args.batch_tokens // width)))
+    height = -(-len(rows) // (world * forwards))
+    rows += [[]] * (world * forwards * height - len(rows))
+    layouts = [
+        [
+            lay_out(examples[i], block_size, config.mask_token_id, weights[i], doc)
+            for doc, i in enumerate(row)
+        ]
+        for row in rows[rank::world]
+    ]
+    return [collate(layouts[i : i + height], width) for i in range(0, len(layouts), height)]
+
+
+def dense_mask(batch: Batch) -> Tensor:
+    """`visible` on all pairs of positions: (B, 1, T, T)."""
+    fields = (batch.pos, batch.start, batch.doc)
+    queries = (field[:, None, :, None] for field in fields)
+    return visible(*queries, *(field[:, None, None, :] for field in fields))
+
+
+def block_mask(batch: Batch) -> BlockMask:
+    """The same for FlexAttention, which skips the pairs of blocks where nothing is visible."""
+    pos, start, doc = batch.pos, batch.start, batch.doc
+
+    def mask_mod(b, head, q, k):
+        return visible(pos[b, q], start[b, q], doc[b, q], pos[b, k], start[b, k], doc[b, k])
+
+    B, T = pos.shape
+    return create_block_mask(mask_mod, B, None, T, T, device=pos.device)
+
+
 def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
-    """(B, T, D), under the mask rule on all pairs of positions."""
-    queries = (field[:, None, :, None] for field in (batch.pos, batch.start, batch.doc))
-    keys = (field[:, None, None, :] for field in (batch.pos, batch.start, batch.doc))
-    return model(batch.tokens, batch.pos, visible(*queries, *keys))
+    """(B, T, D); the mask is made once for all layers."""
+    mask = block_mask(batch) if batch.tokens.is_cuda else dense_mask(batch)
+    return model(batch.tokens, batch.pos, mask)
+
+
+def chunks(model: Qwen2, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors (N, ...) in parts for which the logits fit into the memory set aside for them."""
+    return zip(*(tensor.split(max(1, LOGITS // model.config.vocab_size)) for tensor in tensors))
+
+
+def wide_logits(model: Qwen2, hidden: Tensor) -> Tensor:
+    logits = model.logits(hidden)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))  # no loss in bfloat16
+
+
+def cross_entropies(
+    model: Qwen2, hidden: Tensor, target: Tensor, is_mask=None, twin=None
+) -> Tensor:
+    """(N); given `twin`, hidden states like `hidden`, masks learn what the twin predicts."""
+    logits = wide_logits(model, hidden)
+    hard = F.cross_entropy(logits, target, reduction="none")
+    if twin is None:
+        return hard
+    with torch.no_grad():
+        teacher = wide_logits(model, twin[is_mask]).softmax(-1)
+    log_probs = logits[is_mask].log_softmax(-1).clamp(min=-1e4)  # 0 x -inf would be NaN
+    return hard.masked_scatter(is_mask, -(teacher * log_probs).sum(-1))
 
 
 def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, Tensor]:
     """(noisy, clean): the weighted sums of cross-entropies that make the paper's loss.
 
-    distill: a mask learns the distribution that the clean stream has for its token (and that is
-    already computed) instead of the one token that was drawn from it: what the model itself would
-    say is what decoding asks of a guess.
+    Logits are computed at targets only, a chunk at a time, and again in the backward pass: all of
+    them would take more memory than all the rest.
+    distill: a mask learns the distribution that the clean stream has for its token instead of the
+    one token that was drawn from it: what the model itself would say is what decoding asks of a
+    guess.
     """
     at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
-    logits = model.logits(hidden_states(model, batch)[at])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # not in bfloat16
-    cross_entropy = F.cross_entropy(logits, batch.target[at], reduction="none")
+    hidden, back = hidden_states(model, batch), batch.back[at]
+    inputs = [hidden[at], batch.target[at]]
     if distill:
-        row = torch.empty_like(batch.tokens)  # of `logits`, by position in the batch
-        row[at] = torch.arange(len(logits), device=logits.device)
-        twin = row[at[0], batch.pos[at]]  # the clean stream comes first: its columns are positions
-        teacher = logits.detach()[twin].softmax(-1)
-        log_probs = logits.log_softmax(-1).clamp(min=-1e4)  # 0 x -inf would be NaN
-        is_mask = (batch.start <= batch.pos)[at]
-        cross_entropy = torch.where(is_mask, -(teacher * log_probs).sum(-1), cross_entropy)
+        inputs += [back > 0, hidden.detach()[at[0], at[1] - back]]
+    parts = list(chunks(model, *inputs))
+    compute = functools.partial(cross_entropies, model)
+    if len(parts) > 1:
+        compute = functools.partial(checkpoint, compute, use_reentrant=False)
+    cross_entropy = torch.cat([compute(*part) for part in parts])
     return (cross_entropy * batch.noisy[at]).sum(), (cross_entropy * batch.clean[at]).sum()
 
 
 @torch.no_grad()
-def look_ahead(model: Qwen2, examples: list[Example], block_size: int | None) -> list[float]:
+def look_ahead(model: Qwen2, held_out: Iterable[Batch]) -> list[float]:
     """Share of tokens guessed right 1, 2, ... B + 1 tokens ahead of the last real one.
 
     Look-ahead 1 is the clean stream, the others are the masks of a window. With g_k these shares, a
     forward would yield some 1 + g_2 + g_2 g_3 + ... tokens if every right guess were accepted.
     """
-    bins = (block_size or 0) + 2
+    bins = (model.config.block_size or 0) + 2
     right, count = torch.zeros(2, bins).double()
-    mask_id = model.config.mask_token_id
-    for example in examples:
-        batch = collate([lay_out(example, block_size, mask_id, 1.0)], model.device)
+    for batch in held_out:
         ahead = torch.where(batch.start > batch.pos, 1, batch.pos - batch.start + 2)
         at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
-        hit = model.logits(hidden_states(model, batch)[at]).argmax(-1) == batch.target[at]
-        right += torch.bincount(ahead[at], hit.float(), minlength=bins).cpu()
-        count += torch.bincount(ahead[at], minlength=bins).cpu()
+        hidden = hidden_states(model, batch)[at]
+        for part, target, k in chunks(model, hidden, batch.target[at], ahead[at]):
+            hit = model.logits(part).argmax(-1) == target
+            right += torch.bincount(k, hit.float(), minlength=bins).cpu()
+            count += torch.bincount(k, minlength=bins).cpu()
     return (right / count.clamp(min=1))[1:].tolist()
+
+
+# ------------------------------------------------------------------------------- several processes
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of processes): (0, 1) unless torchrun started this one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def leads() -> bool:
+    return world()[0] == 0
+
+
+def say(text: str) -> None:
+    if leads():
+        tqdm.write(text)  # above the bar, if there is one
+
+
+def join_world(device: torch.device) -> torch.device:
+    """Under torchrun, meet the other processes; each has a GPU of its own, or all share the CPU."""
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def shard(model: Qwen2, dtype: torch.dtype) -> None:
+    """FSDP2: every process keeps a part of each weight, and gathers a layer when it is needed."""
+    options = {
+        "mesh": init_device_mesh(model.device.type, (world()[1],)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    register_fsdp_forward_method(model, "logits")
+
+
+class Checkpoints:
+    """OUT/checkpoints/step-N: weights, optimizer and progress, of one format at any world size.
+
+    A directory gets its name when it is complete and loses it before it is deleted: killed at any
+    instant, the newest is complete.
+    """
+
+    def __init__(self, out: Path, keep: int, model: Qwen2, optimizer: torch.optim.Optimizer):
+        self.directory, self.keep = out / "checkpoints", keep
+        self.model, self.optimizer = model, optimizer
+
+    def paths(self) -> list[Path]:
+        return sorted(self.directory.glob("step-" + 8 * "[0-9]"))
+
+    def newest(self) -> dict | None:
+        """Its progress, if there is one."""
+        paths = self.paths()
+        return read_json(paths[-1] / "progress.json") if paths else None
+
+    def state(self) -> dict[str, dict]:
+        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer)))
+
+    def save(self, progress: dict) -> None:
+        path = self.directory / f"step-{progress['step']:08d}"
+        temporary = path.with_suffix(".tmp")
+        try:
+            dcp.save(self.state(), checkpoint_id=temporary)
+            if leads():
+                text = json.dumps(progress, indent=2)
+                replace({temporary / "progress.json": lambda file: file.write_text(text)})
+                temporary.rename(path)
+                self.remove(self.paths()[: -self.keep])
+        except (OSError, RuntimeError, CheckpointException) as error:
+            reason = str(error).strip().rpartition("\n")[2]
+            raise UserError(f"{path}: not saved ({reason}); the one before is intact") from None
+
+    def remove(self, paths: list[Path]) -> None:
+        for path in paths:
+            path.rename(path.with_suffix(".tmp"))
+        for path in self.directory.glob("*.tmp"):  # these, and what a kill has left behind
+            shutil.rmtree(path)
+
+    def load(self) -> None:
+        path, state = self.paths()[-1], self.state()
+        try:
+            dcp.load(state, checkpoint_id=path)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            reason = str(error).strip().rpartition("\n")[2]
+            raise UserError(
+                f"{path}: damaged ({reason}); without it, the one before is taken"
+            ) from None
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -313,8 +549,42 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def available_memory(device: torch.device) -> float:
+    """GiB, of the GPU or of this machine; infinite where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2**30
+    try:
+        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**20
+    except (OSError, IndexError):
+        return math.inf
+
+
+def memory_needed(config: Config, args: argparse.Namespace, dtype, processes=1) -> list[float]:
+    """GiB per process: of what stays between steps, and of a step at its peak, by counting.
+
+    What stays: weights, gradients and AdamW's two moments, all in float32. In the forward pass a
+    layer keeps for the backward pass some ten vectors of hidden_size and four of intermediate_size
+    per position; with --checkpoint-layers only its input.
+    """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Qwen2(config).parameters())
+    stays = 4 * 4 * parameters / processes
+    D, layers, vocabulary = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    streams = (2 if args.objective == "mars" else 1) * args.max_length
+    positions = max(args.batch_tokens, streams)  # a row is never split
+    layer = positions * (40 * D + 4 * dtype.itemsize * config.intermediate_size)
+    kept = 4 * positions * D * layers + layer if args.checkpoint_layers else layer * layers
+    logits = 3 * 4 * min(LOGITS, positions * vocabulary)  # a chunk, its softmax, its gradient
+    casts = dtype.itemsize * parameters if dtype != torch.float32 else 0
+    step = stays + kept + layer + logits + casts / processes + 4 * vocabulary * D
+    return [stays / 2**30, step / 2**30]
+
+
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 POSTFIX = ("step", "noisy", "clean", "tokens_per_s")
+# What may be otherwise when a run is resumed; with any other change it would be another run.
+FREE = {"data", "out", "resume", "save_every", "keep", "batch_tokens", "checkpoint_layers"}
+FREE |= {"device", "dtype"}
 
 
 class Trainer:
@@ -322,89 +592,185 @@ class Trainer:
 
     def __init__(self, model: Qwen2, chat: Chat, data: Dataset, dtype, args: argparse.Namespace):
         self.model, self.chat, self.data, self.args = model, chat, data, args
-        self.block_size = model.config.block_size  # None: the clean stream alone
+        self.sharded = dist.is_initialized()
+        if args.checkpoint_layers:  # inside of the module's call, where FSDP's hooks are
+            for layer in model.model.layers:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if self.sharded:
+            shard(model, dtype)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        autocast = dtype == torch.bfloat16  # of the arithmetic; the weights stay float32
+        # Of the arithmetic only: the weights stay float32. FSDP sees to that by itself.
+        autocast = dtype == torch.bfloat16 and not self.sharded
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=autocast)
-        self.steps, self.progress_before, self.saved = 0, 0.0, "no model yet"
+        self.checkpoints = Checkpoints(args.out, args.keep, model, self.optimizer)
+        self.steps, self.consumed, self.skipped = 0, 0, {}
+        self.saved, self.signal = "no model yet", 0
 
     def progress(self) -> float:
         """Share of the run that is done: of --steps, or else of the rows of all epochs."""
         if self.args.steps:
             return self.steps / self.args.steps
-        return self.data.consumed / (self.args.epochs * len(self.data.training))
+        return self.consumed / (self.args.epochs * len(self.data.training))
 
-    def step(self, examples: list[Example]) -> dict[str, float]:
-        """One update from the examples of a global step; returns what it measured."""
+    def to_device(self, batch: Batch) -> Batch:
+        return Batch(*(field.to(self.model.device) for field in batch))
+
+    def step(self, parts: list[Batch], consumed: int) -> dict[str, float]:
+        """One update from this process's part of a step; returns what all processes measured."""
         args, model = self.args, self.model
-        examples = sorted(examples, key=lambda e: len(e.tokens))  # alike lengths, little padding
-        weights = target_weights(examples, args.normalization)
-        mask_id, sums = model.config.mask_token_id, torch.zeros(2, device=model.device)
-        for i in range(0, len(examples), args.micro_batch):
-            part = zip(examples[i : i + args.micro_batch], weights[i:])
-            layouts = [lay_out(example, self.block_size, mask_id, w) for example, w in part]
-            batch = collate(layouts, model.device)
+        processes, mars = world()[1], model.config.block_size is not None
+        sums = torch.zeros(2, device=model.device)
+        for part in map(self.to_device, parts):
             with self.autocast:
-                noisy, clean = losses(model, batch, args.distill)
-            (noisy + args.ar_weight * clean if self.block_size else clean).backward()
+                noisy, clean = losses(model, part, args.distill)
+            loss = noisy + args.ar_weight * clean if mars else clean
+            (processes * loss).backward()  # FSDP takes the processes' mean, where we want the sum
             sums += torch.stack([noisy, clean]).detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        before, self.steps = self.progress_before, self.steps + 1
-        self.progress_before = self.progress()
-        rate = learning_rate(args.lr, (before + self.progress_before) / 2, args.warmup)
+        if self.sharded:
+            norm = norm.full_tensor()
+            dist.all_reduce(sums)
+        if not norm.isfinite():
+            raise UserError(f"step {self.steps + 1}: the loss is not finite; try a smaller --lr")
+        before = self.progress()
+        self.steps, self.consumed = self.steps + 1, consumed
+        rate = learning_rate(args.lr, (before + self.progress()) / 2, args.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         noisy, clean = sums.tolist()
-        record = {"noisy": round(noisy, 5)} if self.block_size else {}
+        record = {"noisy": round(noisy, 5)} if mars else {}
         return {**record, "clean": round(clean, 5), "lr": rate, "grad_norm": round(norm.item(), 4)}
 
-    def checkpoint(self) -> dict[str, list[float]]:
-        """Save, and measure the held-out examples."""
-        save(self.model, self.chat, self.args.out)
-        self.saved = f"the model of step {self.steps}"
+    def timed_step(self, step: Step, parts: list[Batch]) -> dict:
+        began = time.perf_counter()
+        record = self.step(parts, step.consumed)
+        seconds = time.perf_counter() - began
+        record["tokens_per_s"] = round(sum(len(e.tokens) for e in step.examples) / seconds)
+        record["memory_gib"] = round(peak_memory(self.model.device), 2)
+        self.skipped = step.skipped
+        return {"step": self.steps, **record}
+
+    def measure(self) -> dict[str, list[float]]:
+        """The look-aheads of the held-out examples."""
         if not self.data.held_out:
             return {}
+        held_out = batches(self.data.held_out, self.model.config, self.args)
         with self.autocast:
-            right = look_ahead(self.model, self.data.held_out, self.block_size)
+            right = look_ahead(self.model, map(self.to_device, held_out))
         shares = "  ".join(f"{share:.3f}" for share in right)
-        tqdm.write(f"step {self.steps}: right 1, 2, ... tokens ahead: {shares}")
+        say(f"step {self.steps}: right 1, 2, ... tokens ahead: {shares}")
         return {"look_ahead": [round(share, 4) for share in right]}
 
-    def run(self) -> None:
-        args, stream = self.args, self.data.stream()
-        stream = itertools.chain([next(stream)], stream)  # no usable row: stop before any file
-        try:
-            args.out.mkdir(parents=True, exist_ok=True)
-            log = open(args.out / "log.jsonl", "w", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {args.out}: cannot be written to ({error.strerror})") from None
-        with log, tqdm(total=100, unit="%", desc=args.objective, bar_format=BAR) as bar:
-            try:
-                while self.steps == 0 or self.progress() < 1:
-                    record = self.timed_step([next(stream) for _ in range(args.batch)])
-                    if self.steps % args.save_every == 0 or self.progress() >= 1:
-                        record |= self.checkpoint()
-                    log.write(json.dumps(record) + "\n")
-                    log.flush()
-                    bar.set_postfix({k: v for k, v in record.items() if k in POSTFIX})
-                    bar.update(100 * min(1.0, self.progress()) - bar.n)
-            finally:  # after Ctrl-C too
-                bar.close()
-                if self.data.skipped:
-                    print(f"skipped rows: {self.data.reasons()}")
-                print(f"{self.steps} steps; {args.out} holds {self.saved}")
+    def save(self) -> None:
+        """The model for its users, and then the checkpoint: what that holds is done for good."""
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.model, options=whole)
+        if leads():
+            save(self.model, self.chat, self.args.out, weights=weights)
+        self.saved = f"the model of step {self.steps}"
+        at = {"step": self.steps, "consumed": self.consumed, "skipped": self.skipped}
+        self.checkpoints.save({**at, "finished": self.finished(), "run": self.identity()})
 
-    def timed_step(self, examples: list[Example]) -> dict:
-        began = time.perf_counter()
-        record = self.step(examples)
-        seconds = time.perf_counter() - began
-        record["tokens_per_s"] = round(sum(len(e.tokens) for e in examples) / seconds)
-        record["memory_gib"] = round(peak_memory(self.model.device), 2)
-        return {"step": self.steps, **record}
+    def identity(self) -> dict[str, str]:
+        """What makes this run the run it is."""
+        facts = {f"--{k}".replace("_", "-"): v for k, v in vars(self.args).items() if k not in FREE}
+        facts |= {"rows of --data": len(self.data.rows), "bytes of --data": self.data.rows.size}
+        return {name: str(value) for name, value in facts.items()}
+
+    def restore(self) -> None:
+        """With --resume: go on from the newest checkpoint, if there is one."""
+        out, found = self.args.out, self.checkpoints.newest()
+        if found and not self.args.resume and not found["finished"]:
+            raise UserError(f"--out {out}: an unfinished run is there; --resume it or take another")
+        if not found or not self.args.resume:
+            return
+        for name, value in self.identity().items():
+            if value != (was := found["run"].get(name)):
+                raise UserError(f"{name} {value}: {out} has a run with {was}, it cannot go on so")
+        self.checkpoints.load()
+        self.steps, self.consumed, self.skipped = map(found.get, ("step", "consumed", "skipped"))
+        self.data.skipped, self.saved = Counter(self.skipped), f"the model of step {self.steps}"
+        say(f"resumed at step {self.steps}")
+
+    def open_log(self) -> TextIO:
+        """Make place for this run. Steps that no checkpoint holds are made, and logged, again."""
+        if not leads():
+            return open(os.devnull, "w")
+        out, lines = self.args.out, []
+        path = out / "log.jsonl"
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            if self.steps:
+                lines = path.read_text().splitlines(keepends=True)[: self.steps]
+            replace({path: functools.partial(Path.write_text, data="".join(lines))})
+            self.checkpoints.remove([] if self.steps else self.checkpoints.paths())
+            return open(path, "a")
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot be written to ({error.strerror})") from None
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM wait until a step is done; a second one does not."""
+
+        def remember(signum: int, frame: object) -> None:
+            if self.signal and not self.sharded:  # torchrun sends a second one by itself
+                raise KeyboardInterrupt
+            self.signal = signum
+
+        former = {s: signal.signal(s, remember) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for signum, handler in former.items():
+                signal.signal(signum, handler)
+
+    def told_to_stop(self) -> int:
+        """The signal that came to any of the processes, or 0."""
+        signum = torch.tensor(self.signal, device=self.model.device)
+        if self.sharded:
+            dist.all_reduce(signum, dist.ReduceOp.MAX)
+        return int(signum)
+
+    def finished(self) -> bool:
+        return self.steps > 0 and self.progress() >= 1
+
+    def work(self) -> Iterator[tuple[Step, list[Batch]]]:
+        for step in self.data.steps(self.args.batch, self.consumed):
+            yield step, batches(step.examples, self.model.config, self.args, *world())
+
+    def run(self) -> None:
+        """To the end, or to a signal: then the exit status is 128 + its number."""
+        self.restore()
+        work, stop = self.work(), 0
+        with ThreadPoolExecutor(1) as reader, self.signals():
+            following = reader.submit(next, work)
+            following.result()  # no usable row: stop before any file is written
+            bar = tqdm(total=100, desc=self.args.objective, bar_format=BAR, disable=not leads())
+            with self.open_log() as log, bar:
+                try:
+                    while not stop and not self.finished():
+                        now, following = following.result(), reader.submit(next, work)
+                        record = self.timed_step(*now)
+                        stop = self.told_to_stop()
+                        due = self.finished() or self.steps % self.args.save_every == 0
+                        record |= self.measure() if due else {}
+                        log.write(json.dumps(record) + "\n")
+                        log.flush()
+                        if due or stop:
+                            self.save()
+                        bar.set_postfix({k: v for k, v in record.items() if k in POSTFIX})
+                        bar.update(100 * min(1.0, self.progress()) - bar.n)
+                finally:
+                    bar.close()
+                    if self.skipped:
+                        say(f"skipped rows: {reasons(self.skipped)}")
+                    say(f"{self.steps} steps; {self.args.out} holds {self.saved}")
+        if stop and not self.finished():
+            sys.exit(128 + stop)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -418,7 +784,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="directory or hub id to start from")
     add("--from-scratch", action="store_true", help="use only its config and tokenizer")
-    add("--out", type=Path, default="out", help="checkpoint (bfloat16) and log.jsonl, overwritten")
+    add("--out", type=Path, default="out", help="the model (bfloat16), log.jsonl, checkpoints/")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
     add("--block", type=int, default=4, help="B, the number of masks in a window")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
@@ -428,20 +794,31 @@ def parse_arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=5, help="passes over the data")
     add("--steps", type=int, help="train for so many steps instead")
     add("--batch", type=int, default=128, help="examples per step (the paper: 384)")
-    add("--micro-batch", type=int, default=16, help="examples per forward; changes only the memory")
+    add("--batch-tokens", type=int, default=4096, help="positions per forward; changes the memory")
+    add("--checkpoint-layers", action="store_true", help="save memory: compute activations twice")
     add("--lr", type=float, default=5e-6, help="peak learning rate")
     add("--warmup", type=float, default=0.03, help="share of the run in which the rate rises")
     add("--clip", type=float, default=1.0, help="largest gradient norm")
     add("--max-length", type=int, default=512, help="tokens per example; responses are cut there")
     add("--held-out", type=int, default=64, help="rows to measure on (at most a tenth of all)")
     add("--save-every", type=int, default=500, help="steps between checkpoints")
+    add("--keep", type=int, default=2, help="so many checkpoints, the newest")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     add("--seed", type=int, default=0, help="of shuffling, block phases and fresh weights")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
     args = parser.parse_args()
-    least = dict.fromkeys(("block", "epochs", "steps", "batch", "micro_batch", "max_length"), 1)
-    least |= {"save_every": 1, "held_out": 0, "lr": 0, "warmup": 0, "clip": 1e-6, "ar_weight": 0}
+    least = dict.fromkeys(("block", "epochs", "steps", "batch", "batch_tokens", "max_length"), 1)
+    least |= {
+        "save_every": 1,
+        "keep": 1,
+        "held_out": 0,
+        "lr": 0,
+        "warmup": 0,
+        "clip": 1e-6,
+        "ar_weight": 0,
+    }
     below = {"warmup": 1, "lr": 1e3}
     for name, low in least.items():
         value, high = getattr(args, name), below.get(name, math.inf)
@@ -452,12 +829,19 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
-    device, dtype = place(args.device, args.dtype)
+def train(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    processes = world()[1]
+    if args.batch < processes:
+        raise UserError(f"--batch {args.batch}: fewer examples than processes ({processes})")
     rows = Rows(args.data)
+    directory = locate(args.model)
+    stays, step = memory_needed(read_config(directory), args, dtype, processes)
+    there = available_memory(device)
+    need = f"a step needs about {step:.2g} GiB on each {device.type}; {there:.2g} GiB are there"
+    if stays > there:
+        raise UserError(f"{need}, too few even between steps: use more GPUs or a smaller model")
+    say(need + (": if too few, try --checkpoint-layers or fewer --batch-tokens" * (step > there)))
     if args.from_scratch:
-        directory = locate(args.model)
         model, chat = initialize(read_config(directory), args.seed), Chat(directory)
         add_mask_token(model, chat)
         model.to(device)
@@ -467,8 +851,21 @@ def main() -> None:
     phases = args.block if args.block_phase == "random" else 1
     data = Dataset(rows, chat, model.config.eos_token_id[0], phases, args)
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{args.model}: {size:.1f} M parameters on {device}; {args.data}: {len(rows)} rows")
+    where = f"{device}" if processes == 1 else f"{processes} x {device.type}"
+    say(f"{args.model}: {size:.1f} M parameters on {where}; {args.data}: {len(rows)} rows")
     Trainer(model, chat, data, dtype, args).run()
+
+
+def main() -> None:
+    args = parse_arguments()
+    device, dtype = place(args.device, args.dtype)
+    try:
+        if "LOCAL_RANK" in os.environ:
+            device = join_world(device)
+        train(args, device, dtype)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

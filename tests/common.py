@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from model import Config, Qwen2, initialize
+from train import Batch, collate
 
 ROOT = Path(__file__).parent.parent
 THOROUGH = os.environ.get("MARS_THOROUGH") == "1"
@@ -48,3 +49,8 @@ def tiny_model(rng: random.Random, vocab_size: int = 8) -> Qwen2:
 
 def random_prompt(rng: random.Random, length: int, vocab_size: int = 8) -> list[int]:
     return [rng.randrange(2, vocab_size) for _ in range(length)]
+
+
+def unpacked(layouts: list[Batch]) -> Batch:
+    """A row for each example."""
+    return collate([[layout] for layout in layouts], max(len(layout.tokens) for layout in layouts))

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -534,20 +535,36 @@ def test_a_disk_that_fills_up_while_training(cli, tmp_path, data, monkeypatch):
     assert not list((tmp_path / "out").glob("model*"))
 
 
-def test_interrupting_training_says_what_there_is(cli, tmp_path, data, monkeypatch):
+@pytest.mark.parametrize("presses", [1, 2])
+def test_interrupting_training_says_what_there_is(cli, tmp_path, data, monkeypatch, presses):
+    """Ctrl-C in the third step finishes that step and saves it; pressed again, it does not wait."""
     step = train.Trainer.step
 
-    def third_is_interrupted(self, examples):
+    def third_is_interrupted(self, *args):
         if self.steps == 2:
-            raise KeyboardInterrupt
-        return step(self, examples)
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *args)
 
     monkeypatch.setattr(train.Trainer, "step", third_is_interrupted)
-    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", "--batch", 2)
-    status, out, err = cli(train, *given, "--steps", 9, "--save-every", 2)
+    given = ["--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", "--batch", 2]
+    given += ["--steps", 5, "--save-every", 2]
+    status, out, err = cli(train, *given)
+    done = 3 if presses == 1 else 2
     assert status == 130 and "Traceback" not in err
-    assert f"2 steps; {tmp_path}/out holds the model of step 2" in out
-    assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == 2
+    assert f"{done} steps; {tmp_path}/out holds the model of step {done}" in out
+    assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == done
+    monkeypatch.undo()
+    for words, message in (
+        ((), "out: an unfinished run is there; --resume it or take another"),
+        (("--resume", "--lr", 0.1), f"--lr 0.1: {tmp_path}/out has a run with 5e-06, it cannot"),
+    ):
+        status, out, err = cli(train, *given, *words)
+        assert status == 2 and message in err and err.count("\n") == 1
+    status, out, err = cli(train, *given, "--resume")
+    assert status == 0 and f"resumed at step {done}" in out and "5 steps; " in out
+    assert cli(train, *given)[0] == 0  # what is finished is overwritten, as ever
+    assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == 5
 
 
 def test_the_table_over_tau(cli, data):

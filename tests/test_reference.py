@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT
+from common import ROOT, unpacked
 from safetensors.torch import load_file
 
 from decode import generate, naive
 from model import load_model
-from train import Example, collate, lay_out, losses, target_weights
+from train import Example, lay_out, losses, target_weights
 
 EXTRA = os.environ.get("MARS_FIXTURES", "").split(":")
 HOME = [path.parent for path in sorted((ROOT / "tests/fixtures").glob("*/reference.json"))]
@@ -53,7 +53,7 @@ def test_loss_and_gradient_are_the_papers(reference):
             lay_out(example, case["block_size"], numbers["mask_id"], weight)
             for example, weight in zip(examples, weights)
         ]
-        noisy, clean = losses(model, collate(parts, "cpu"))
+        noisy, clean = losses(model, unpacked(parts))
         loss = noisy + case["ar_weight"] * clean
         model.zero_grad()
         loss.backward()

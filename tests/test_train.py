@@ -12,13 +12,24 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ROOT, cases, random_prompt, tiny_model
+from common import ROOT, cases, random_prompt, tiny_model, unpacked
 from safetensors.torch import load_file
 
 import train
 from decode import generate
 from model import Chat, UserError, load, visible
-from train import Dataset, Example, Rows, Trainer, Unusable, collate, encode, lay_out, losses
+from train import (
+    Dataset,
+    Example,
+    Rows,
+    Trainer,
+    Unusable,
+    batches,
+    encode,
+    lay_out,
+    losses,
+    pack,
+)
 
 
 def random_example(rng: random.Random, block: int) -> Example:
@@ -71,7 +82,7 @@ def test_response_only_masks_give_the_two_stream_loss():
         model, block = tiny_model(rng), rng.randint(1, 8)
         example = random_example(rng, block)
         layout = lay_out(example, block, model.config.mask_token_id, 1.0)
-        noisy, clean = losses(model, collate([layout], "cpu"))
+        noisy, clean = losses(model, unpacked([layout]))
         expected_noisy, expected_clean = two_stream_loss(model, example, block)
         assert noisy.item() == pytest.approx(expected_noisy.item(), rel=1e-12)
         assert clean.item() == pytest.approx(expected_clean.item(), rel=1e-12)
@@ -89,7 +100,7 @@ def test_distillation_by_hand():
         examples = [random_example(rng, block) for _ in range(rng.randint(1, 4))]
         weights = [rng.choice([0.25, 0.5, 1.0]) for _ in examples]
         layouts = [lay_out(e, block, 1, weight) for e, weight in zip(examples, weights)]
-        noisy, clean = losses(model, collate(layouts, "cpu"), distill=True)
+        noisy, clean = losses(model, unpacked(layouts), distill=True)
         words = [word for word in range(8) if word != 1]  # all but the mask
         expected = torch.zeros(2).double()
         for example, weight in zip(examples, weights):
@@ -130,7 +141,9 @@ def test_look_ahead_is_what_a_decoder_would_guess():
             for k, (guessed, true) in enumerate(zip(guesses, x[start + 1 : end + 1])):
                 right[1 + k] += guessed == true
                 count[1 + k] += 1
-    shares = train.look_ahead(model, examples, B)
+    model.config.block_size = B
+    layouts = [lay_out(example, B, mask_id, 1.0) for example in examples]
+    shares = train.look_ahead(model, [unpacked(layouts[:5]), unpacked(layouts[5:])])
     assert shares == pytest.approx([r / c for r, c in zip(right, count)])
     assert len(set(shares)) == 4
 
@@ -147,7 +160,7 @@ def test_no_clean_output_changes_when_masks_are_added():
         example = random_example(rng, block)
         mask_id, clean = model.config.mask_token_id, len(example.tokens) - 1
         plain = model(torch.tensor([example.tokens[:-1]]), torch.arange(clean)[None], None)[0]
-        masked = outputs(model, collate([lay_out(example, block, mask_id, 1.0)], "cpu"))
+        masked = outputs(model, unpacked([lay_out(example, block, mask_id, 1.0)]))
         assert torch.allclose(masked[:clean], plain, atol=1e-12)
 
 
@@ -158,7 +171,7 @@ def test_a_mask_sees_the_clean_tokens_before_its_window_and_no_others():
         rng = random.Random(200 + seed)
         model, block = tiny_model(rng), rng.randint(1, 8)
         example = random_example(rng, block)
-        batch = collate([lay_out(example, block, model.config.mask_token_id, 1.0)], "cpu")
+        batch = unpacked([lay_out(example, block, model.config.mask_token_id, 1.0)])
         changed = rng.randrange(len(example.tokens) - 1)
         other = batch._replace(tokens=batch.tokens.clone())
         other.tokens[0, changed] = 2 + (batch.tokens[0, changed] - 1) % 6
@@ -299,8 +312,8 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
     rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(50)])
     args = arguments(monkeypatch, "--data", rows.path, "--held-out", 5)
     data = Dataset(rows, chat, 2, 4, args)
-    stream = data.stream()
-    epochs = [[next(stream) for _ in range(45)] for _ in range(3)]
+    stream = data.steps(15)
+    epochs = [[e for _ in range(3) for e in next(stream).examples] for _ in range(3)]
     texts = [[chat.decode(e.tokens[e.prompt :]) for e in epoch] for epoch in epochs]
     held_out = {chat.decode(e.tokens[e.prompt :]) for e in data.held_out}
     assert len(held_out) == 5
@@ -308,8 +321,9 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
     assert texts[0] != texts[1] != texts[2]
     phases = [[e.phase for e in epoch] for epoch in epochs]
     assert phases[0] != phases[1] and {0, 1, 2, 3} == set(phases[0])
-    again = Dataset(rows, chat, 2, 4, args).stream()
-    assert [next(again) for _ in range(90)] == epochs[0] + epochs[1]
+    for consumed in (0, 15, 45, 60):
+        again = Dataset(rows, chat, 2, 4, args).steps(15, consumed)
+        assert next(again).examples == (epochs[0] + epochs[1])[consumed : consumed + 15]
 
 
 @pytest.mark.parametrize("count", [3, 40])
@@ -318,29 +332,117 @@ def test_a_file_without_a_usable_row_stops(chat, tmp_path, monkeypatch, count):
     rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * count)
     data = Dataset(rows, chat, 2, 1, arguments(monkeypatch, "--data", rows.path))
     with pytest.raises(UserError, match=f"no usable row: {count} neither messages"):
-        next(data.stream())
+        next(data.steps(1))
 
 
 # ------------------------------------------------------------------------------------ the loop
 
 
-def test_how_a_step_is_cut_changes_nothing(chat, monkeypatch):
-    """One example per forward or all at once, in both normalisations: the same new weights."""
-    for seed in cases(4, 40):
-        rng, new_weights = random.Random(seed), []
-        block = rng.randint(1, 8)
-        examples = [random_example(rng, block) for _ in range(7)]
-        normalization = rng.choice(["sequence", "token"])
-        for micro_batch in (1, 3, 7):
-            words = ("--data", "x", "--micro-batch", micro_batch, "--normalization", normalization)
-            args = arguments(monkeypatch, *words, "--lr", 0.1, "--clip", 1e9, "--warmup", 0)
-            model = tiny_model(random.Random(seed))
-            model.config.block_size = block
-            data = type("Data", (), {"training": examples, "consumed": 0})
-            Trainer(model, chat, data, torch.float32, args).step(examples)
-            new_weights.append(torch.cat([w.detach().flatten() for w in model.parameters()]))
-        for other in new_weights[1:]:
-            assert (new_weights[0] - other).abs().max() < 1e-6
+def whole_step(model, examples: list[Example], args, worlds: int = 1) -> torch.Tensor:
+    """Both losses and the gradient of a step, summed over the forwards of all processes."""
+    model.zero_grad()
+    sums = torch.zeros(2).double()
+    for rank in range(worlds):
+        for batch in batches(examples, model.config, args, rank, worlds):
+            both = torch.stack(losses(model, batch, args.distill))
+            (both[0] + args.ar_weight * both[1]).backward()
+            sums += both.detach()
+    return torch.cat([sums, *(weight.grad.flatten() for weight in model.parameters())])
+
+
+def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
+    """Against an example to a row and to a forward: any packing, accumulation, number of processes,
+    size of a chunk of logits; in both normalisations, with distillation, and for stage 1."""
+    shared = 0
+    for seed in cases(8, 100):
+        rng = random.Random(seed)
+        model, block = tiny_model(rng), rng.randint(1, 8)
+        examples = [random_example(rng, block) for _ in range(rng.randint(3, 9))]
+        words = ["--data", "x", "--ar-weight", rng.random(), *["--distill"] * rng.randint(0, 1)]
+        words += ["--normalization", rng.choice(["sequence", "token"])]
+        args = arguments(monkeypatch, *words)
+        model.config.block_size = rng.choice([block, block, None])
+        args.distill &= model.config.block_size is not None
+        expected = 0
+        weights = train.target_weights(examples, args.normalization)
+        for example, weight in zip(examples, weights):
+            layout = lay_out(example, model.config.block_size, 1, weight)
+            layout = layout._replace(noisy=layout.noisy.double(), clean=layout.clean.double())
+            model.zero_grad()
+            both = torch.stack(losses(model, unpacked([layout]), args.distill))
+            (both[0] + args.ar_weight * both[1]).backward()
+            gradients = [weight.grad.flatten() for weight in model.parameters()]
+            expected = expected + torch.cat([both.detach(), *gradients])
+        for _ in range(3):
+            args.batch_tokens = rng.choice([1, 128, 300, 512, 10**6])
+            monkeypatch.setattr(train, "WIDTH", rng.choice([32, 128, 256]))
+            monkeypatch.setattr(train, "LOGITS", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
+            worlds = rng.randint(1, 3)
+            found = whole_step(model, examples, args, worlds)
+            assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+            first = batches(examples, model.config, args, 0, worlds)
+            shared += sum(int(batch.doc.max() > 0) for batch in first)
+    assert shared > 10  # rows that several examples share
+
+
+def test_packing():
+    """Every example once, no row too full, and few rows: nearly as few as there could be."""
+    for seed in cases(50, 500):
+        rng = random.Random(seed)
+        width = rng.choice([32, 128, 1024])
+        lengths = [rng.randint(1, width) for _ in range(rng.randint(1, 200))]
+        rows = pack(lengths, width)
+        assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+        filled = [sum(lengths[i] for i in row) for row in rows]
+        assert all(0 < length <= width for length in filled)
+        fewest = max(-(-sum(lengths) // width), sum(2 * length > width for length in lengths))
+        assert len(rows) <= 11 / 9 * fewest + 1
+        # never could one row hold two of them
+        assert len(rows) == 1 or min(filled) + sorted(filled)[1] > width
+
+
+def test_the_forwards_of_a_step_have_one_shape(monkeypatch):
+    """As many in every process, or they would wait for each other for ever; and little padding."""
+    for seed in cases(20, 200):
+        rng, worlds = random.Random(seed), 1 + seed % 4
+        config = tiny_model(rng).config
+        config.block_size = rng.randint(1, 8)
+        examples = [
+            Example(random_prompt(rng, 2 + rng.randint(5, 400)), rng.randint(1, 5))
+            for _ in range(rng.randint(worlds, 128))
+        ]
+        args = arguments(monkeypatch, "--data", "x", "--batch-tokens", rng.choice([1024, 4096]))
+        each = [batches(examples, config, args, rank, worlds) for rank in range(worlds)]
+        assert len({len(forwards) for forwards in each}) == 1
+        [(rows, width)] = {tuple(batch.tokens.shape) for forwards in each for batch in forwards}
+        assert width % 128 == 0 and rows * width <= max(width, args.batch_tokens)
+        total = sum(train.stream_length(e, config.block_size) for e in examples)
+        assert total == sum(int((b.doc >= 0).sum()) for forwards in each for b in forwards)
+        spare = len(each[0]) * worlds + 1  # a row for each forward, at worst, and the last one
+        assert worlds * len(each[0]) * rows <= 1.25 * total / width + spare
+
+
+@torch.inference_mode()
+def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch):
+    """FlexAttention as it runs on CUDA, but on the CPU and not compiled: the same hidden states."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr("model.flex_attention", lambda: flex_attention)
+    for seed in cases(5, 50):
+        rng = random.Random(seed)
+        model = tiny_model(rng).float()
+        model.config.block_size = rng.randint(1, 8)
+        examples = [random_example(rng, model.config.block_size) for _ in range(6)]
+        args = arguments(monkeypatch, "--data", "x", "--batch-tokens", 512)
+        for batch in batches(examples, model.config, args):
+            dense = train.hidden_states(model, batch)
+            flex = model(batch.tokens, batch.pos, train.block_mask(batch))
+            assert (dense - flex).abs().max() < 1e-4
+
+
+def trainer(model, examples: list[Example], args) -> Trainer:
+    data = type("Data", (), {"training": examples, "held_out": []})
+    return Trainer(model, None, data, torch.float32, args)
 
 
 def test_a_step_by_hand(monkeypatch):
@@ -348,17 +450,15 @@ def test_a_step_by_hand(monkeypatch):
     block, rng = 3, random.Random(3)
     examples = [random_example(rng, block) for _ in range(5)]
     words = ("--data", "x", "--ar-weight", 0.3, "--lr", 0.02, "--warmup", 0, "--clip", 0.5)
+    words += ("--steps", 4, "--batch-tokens", 128)
     for normalization in ("sequence", "token"):
-        args = arguments(
-            monkeypatch, *words, "--steps", 4, "--micro-batch", 2, "--normalization", normalization
-        )
+        args = arguments(monkeypatch, *words, "--normalization", normalization)
         ours, theirs = tiny_model(random.Random(1)), tiny_model(random.Random(1))
         ours.config.block_size = block
-        data = type("Data", (), {"consumed": 0})
-        trainer = Trainer(ours, None, data, torch.float32, args)
+        training = trainer(ours, examples, args)
         optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         for step in range(4):
-            record = trainer.step(examples)
+            record = training.step(batches(examples, ours.config, args), 0)
             sums = [two_stream_loss(theirs, example, block) for example in examples]
             share = [e.targets * len(examples) for e in examples]
             if normalization == "token":
@@ -374,6 +474,17 @@ def test_a_step_by_hand(monkeypatch):
             assert record["clean"] == pytest.approx(clean.item(), abs=1e-4)
         for mine, yours in zip(ours.parameters(), theirs.parameters()):
             assert (mine - yours).abs().max() < 1e-5
+
+
+def test_recomputed_layers_change_nothing(monkeypatch):
+    gradients = []
+    for words in ((), ("--checkpoint-layers",)):
+        rng = random.Random(5)
+        model, examples = tiny_model(rng), [random_example(rng, 4) for _ in range(5)]
+        model.config.block_size = 4
+        args = arguments(monkeypatch, "--data", "x", *words)
+        gradients.append(whole_step(trainer(model, examples, args).model, examples, args))
+    assert torch.equal(*gradients)
 
 
 def test_bfloat16_is_of_the_arithmetic_only(chat, tmp_path, monkeypatch):
@@ -401,7 +512,7 @@ def test_a_fixed_phase_is_the_papers_grid(chat, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
         train.main()
     fixed, drawn = (
-        {example.phase for example in itertools.islice(seen[phase].stream(), 25)}
+        {step.examples[0].phase for step in itertools.islice(seen[phase].steps(1), 25)}
         for phase in ("fixed", "random")
     )
     assert fixed == {0} and drawn == {0, 1, 2, 3}

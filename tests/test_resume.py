@@ -1,0 +1,157 @@
+"""A run that is killed, stopped, or split among processes is still the same run."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from common import ROOT, cases
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from model import load
+
+RUN = ("--model", "toy/draft", "--data", "toy/train.jsonl", "--max-length", 96, "--lr", 1e-3)
+RUN += ("--batch", 4, "--held-out", 4, "--device", "cpu")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+
+
+def start(*words: object, launcher=(sys.executable,)) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*launcher, "train.py", *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err and "terminate called" not in err
+    return out
+
+
+def lines(out: Path) -> int:
+    log = out / "log.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def log(out: Path) -> list[dict]:
+    """What each step computed: all but its time and its memory."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in r.items() if k not in ("tokens_per_s", "memory_gib")} for r in records
+    ]
+
+
+def checkpoints(out: Path) -> list[Path]:
+    return sorted(out.glob("checkpoints/step-????????"))
+
+
+def contents(checkpoint: Path, place: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by name, read by torch's own converter."""
+    dcp_to_torch_save(checkpoint, place / "whole.pt")
+    tensors, found = [("", torch.load(place / "whole.pt"))], {}
+    while tensors:
+        name, value = tensors.pop()
+        if isinstance(value, dict):
+            tensors += [(f"{name}/{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, torch.Tensor):
+            found[name] = value
+    return found
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    while process.poll() is None and not condition():
+        time.sleep(0.001)
+
+
+def test_killed_at_any_instant_it_goes_on_bit_for_bit(tmp_path):
+    """SIGKILL, every second time while a checkpoint is being written: a complete one is there from
+    the first on, and losses, weights and optimizer end as if nothing had happened."""
+    kills = len(cases(2, 20))
+    words = (*RUN, "--steps", 30 + 10 * kills, "--save-every", 3)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(*words, "--out", whole))
+    rng, during_a_save = random.Random(time.time_ns()), 0
+    for kill in range(kills):
+        process, before = start(*words, "--out", killed, "--resume"), lines(killed)
+        wait_for(lambda before=before: lines(killed) > before, process)
+        if kill % 2:
+            wait_for(lambda: list(killed.glob("checkpoints/*.tmp")), process)
+            time.sleep(rng.uniform(0, 0.01))
+        else:
+            time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+        during_a_save += bool(list(killed.rglob("*.tmp")))
+        assert checkpoints(killed) or lines(killed) <= 3
+        for checkpoint in checkpoints(killed):
+            assert len(contents(checkpoint, tmp_path)) > 50
+            assert json.loads((checkpoint / "progress.json").read_text())["step"] > 0
+    assert during_a_save
+    finish(start(*words, "--out", killed, "--resume"))
+    assert log(killed) == log(whole) and len(log(whole)) == 30 + 10 * kills
+    ours, theirs = (contents(checkpoints(out)[-1], tmp_path) for out in (killed, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert not list(killed.rglob("*.tmp")) and len(checkpoints(killed)) == 2
+
+
+def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path):
+    """FSDP over gloo: 50 steps, of which the second half again in the other number of processes."""
+    words = (
+        *RUN,
+        "--batch",
+        8,
+        "--lr",
+        3e-4,
+        "--steps",
+        50,
+        "--save-every",
+        25,
+        "--batch-tokens",
+        512,
+    )
+    one, two = tmp_path / "one", tmp_path / "two"
+    launchers = {one: (sys.executable,), two: TORCHRUN}
+    for out, launcher in launchers.items():
+        finish(start(*words, "--out", out, launcher=launcher))
+    expected = log(one)
+    for out, launcher in zip(launchers, reversed(launchers.values())):
+        shutil.rmtree(checkpoints(out)[-1])
+        shutil.copytree(out, out / "again")
+        said = finish(start(*words, "--out", out / "again", "--resume", launcher=launcher))
+        assert "resumed at step 25" in said
+    for out in (two, one / "again", two / "again"):
+        assert len(log(out)) == 50
+        for ours, theirs in zip(log(out), expected):
+            for name in ("noisy", "clean", "lr"):
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-4), (out, ours, theirs)
+        assert load(str(out))[0].config.block_size == 4
+    assert len(list(checkpoints(two / "again")[0].glob("__*.distcp"))) == 2
+
+
+@pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN], ids=["alone", "torchrun"])
+def test_a_signal_saves_and_ends_the_run(tmp_path, launcher):
+    words = (*RUN, "--steps", 500, "--out", tmp_path)
+    process = start(*words, launcher=launcher)
+    wait_for(lambda: lines(tmp_path) >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    steps = lines(tmp_path)
+    assert 3 <= steps < 500 and f"{steps} steps; {tmp_path} holds the model of step {steps}" in out
+    assert [path.name for path in checkpoints(tmp_path)] == [f"step-{steps:08}"]
+    if launcher is not TORCHRUN:  # which has much to say about it
+        assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in err
+    assert not list(tmp_path.rglob("*.tmp"))
