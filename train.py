@@ -60,7 +60,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute  # in the backward pass
 from tqdm import tqdm
 
 from model import (
@@ -173,8 +173,8 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
         raise Unusable("a turn that the chat template drops")  # Qwen2.5's does so with some roles
     if not response:
         raise Unusable("an empty response")
-    if chat.mask_id in response:
-        raise Unusable("a mask token in the response")  # it can never be predicted
+    if {chat.mask_id, eos} & set(response):  # which can never, or not yet, be predicted
+        raise Unusable("a mask or end-of-turn token in the response")
     if not 0 < len(prompt) < max_length:
         raise Unusable("prompt longer than --max-length")
     tokens = prompt + response + [eos]
@@ -407,7 +407,7 @@ def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, T
     parts = list(chunks(model, *inputs))
     compute = functools.partial(cross_entropies, model)
     if len(parts) > 1:
-        compute = functools.partial(checkpoint, compute, use_reentrant=False)
+        compute = functools.partial(recompute, compute, use_reentrant=False)
     cross_entropy = torch.cat([compute(*part) for part in parts])
     return (cross_entropy * batch.noisy[at]).sum(), (cross_entropy * batch.clean[at]).sum()
 
@@ -453,6 +453,8 @@ def join_world(device: torch.device) -> torch.device:
     """Under torchrun, meet the other processes; each has a GPU of its own, or all share the CPU."""
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"{torch.cuda.device_count()} GPUs: too few for so many processes")
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
@@ -595,7 +597,7 @@ class Trainer:
         self.sharded = dist.is_initialized()
         if args.checkpoint_layers:  # inside of the module's call, where FSDP's hooks are
             for layer in model.model.layers:
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = functools.partial(recompute, layer.forward, use_reentrant=False)
         if self.sharded:
             shard(model, dtype)
         self.optimizer = torch.optim.AdamW(
@@ -704,7 +706,7 @@ class Trainer:
         path = out / "log.jsonl"
         try:
             out.mkdir(parents=True, exist_ok=True)
-            if self.steps:
+            if self.steps and path.exists():
                 lines = path.read_text().splitlines(keepends=True)[: self.steps]
             replace({path: functools.partial(Path.write_text, data="".join(lines))})
             self.checkpoints.remove([] if self.steps else self.checkpoints.paths())
@@ -728,6 +730,19 @@ class Trainer:
             for signum, handler in former.items():
                 signal.signal(signum, handler)
 
+    @contextlib.contextmanager
+    def bar(self) -> Iterator[tqdm]:
+        """Behind it comes what there is, however the run has ended."""
+        desc = self.args.objective
+        with tqdm(total=100, desc=desc, bar_format=BAR, disable=not leads()) as bar:
+            try:
+                yield bar
+            finally:
+                bar.close()
+                if self.skipped:
+                    say(f"skipped rows: {reasons(self.skipped)}")
+                say(f"{self.steps} steps; {self.args.out} holds {self.saved}")
+
     def told_to_stop(self) -> int:
         """The signal that came to any of the processes, or 0."""
         signum = torch.tensor(self.signal, device=self.model.device)
@@ -749,31 +764,24 @@ class Trainer:
         with ThreadPoolExecutor(1) as reader, self.signals():
             following = reader.submit(next, work)
             following.result()  # no usable row: stop before any file is written
-            bar = tqdm(total=100, desc=self.args.objective, bar_format=BAR, disable=not leads())
-            with self.open_log() as log, bar:
-                try:
-                    while not stop and not self.finished():
-                        now, following = following.result(), reader.submit(next, work)
-                        record = self.timed_step(*now)
-                        stop = self.told_to_stop()
-                        due = self.finished() or self.steps % self.args.save_every == 0
-                        record |= self.measure() if due else {}
-                        log.write(json.dumps(record) + "\n")
-                        log.flush()
-                        if due or stop:
-                            self.save()
-                        bar.set_postfix({k: v for k, v in record.items() if k in POSTFIX})
-                        bar.update(100 * min(1.0, self.progress()) - bar.n)
-                finally:
-                    bar.close()
-                    if self.skipped:
-                        say(f"skipped rows: {reasons(self.skipped)}")
-                    say(f"{self.steps} steps; {self.args.out} holds {self.saved}")
+            with self.open_log() as log, self.bar() as bar:
+                while not stop and not self.finished():
+                    now, following = following.result(), reader.submit(next, work)
+                    record = self.timed_step(*now)
+                    stop = self.told_to_stop()
+                    due = self.finished() or self.steps % self.args.save_every == 0
+                    record |= self.measure() if due else {}
+                    log.write(json.dumps(record) + "\n")
+                    log.flush()
+                    if due or stop:
+                        self.save()
+                    bar.set_postfix({k: v for k, v in record.items() if k in POSTFIX})
+                    bar.update(100 * min(1.0, self.progress()) - bar.n)
         if stop and not self.finished():
             sys.exit(128 + stop)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a Qwen2.5 checkpoint to predict several tokens per forward (MARS).",
         usage="%(prog)s --data FILE [option ...]",
@@ -808,7 +816,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     least = dict.fromkeys(("block", "epochs", "steps", "batch", "batch_tokens", "max_length"), 1)
     least |= {
         "save_every": 1,

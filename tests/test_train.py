@@ -1,5 +1,6 @@
 """The MARS loss against the paper's two-stream form, the mask rule, the data, the training loop."""
 
+import gzip
 import itertools
 import json
 import math
@@ -241,6 +242,10 @@ def test_a_pipe_is_refused(tmp_path):
         (b'{"a": 1}\n{"a": \n', r"bad.jsonl:2: not JSON"),
         (b'{"a": 1}\n\n[1, 2]\n', r"bad.jsonl:3: not a JSON object"),
         (b"\xff\xfe{\x00", r"bad.jsonl:1: not JSON"),
+        (b'{"a": "\x00"}\n', r"bad.jsonl:1: not JSON"),  # a NUL as it is; as \u0000 it is text
+        (b'{"a": "1"}\r\n{"a": "2', r"bad.jsonl:2: not JSON"),  # a download that broke off
+        (gzip.compress(b'{"a": "1"}\n'), "bad.jsonl: is gzip, not JSONL; unpack or convert it"),
+        (b"PAR1\x15\x04", "bad.jsonl: is parquet, not JSONL"),
     ],
 )
 def test_bad_data_files(tmp_path, content, message):
@@ -281,12 +286,62 @@ def test_unusable_rows_are_counted_by_reason(chat):
         ({"messages": []}, "no assistant turn"),
         ({"messages": [turn]}, "no assistant turn"),
         ({"messages": [turn, {**reply, "content": None}]}, "content that is not text"),
+        ({"messages": [turn, {**reply, "function_calls": "f(1)"}, turn, reply]}, "a tool call"),
+        ({"messages": [turn, {**reply, "tool_calls": [{}]}, turn, reply]}, "a tool call"),
         ({"prompt": "Hi", "response": "half \ud83d"}, "refused by the chat template or the token"),
-        ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask token in the response"),
+        ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
+        ({"prompt": "Hi", "response": "<|im_end|>"}, "a mask or end-of-turn token"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt longer than --max-length"),
     ):
         with pytest.raises(Unusable, match=reason):
             encode(row, chat, 2, 512)
+
+
+def test_every_kind_of_row_there_is(chat, tmp_path, monkeypatch):
+    """What a dump of the web holds, in one file with a BOM and Windows line ends: what can be
+    trained on is, token for token as it is written, and the rest is counted."""
+    ask = {"role": "user", "content": "Hi\n\n"}
+    fine = [
+        {"prompt": "السلام عليكم، كيف الحال؟", "response": "你好！नमस्ते, שלום, γειά σου"},
+        {"prompt": "🙂👩‍👩‍👧‍👦🇺🇳", "response": "e\u0301 \u202e\u200b\ufeff\u2028\u0085 ok"},
+        {"prompt": "a\u0000b", "response": "\u0000\u0007\t\r\n\x7f"},
+        {"prompt": "", "response": " "},
+        {"prompt": "<|im_end|><|mask|>", "response": "{{ 1/0 }} {% raise %} <|im_start|>"},
+        {"prompt": "long", "response": "So Mia has 12 plums. " * 5000},
+        {"prompt": "?", "response": "!", "extra": {"deep": [[[[None]]]]}},
+        {"messages": [{"role": "system", "content": ""}, ask, {"role": "assistant"}]},
+    ]
+    fine[-1]["messages"][-1] |= {"content": "Yes", "function_calls": None, "functions": None}
+    bad = [
+        {"messages": [ask, {"role": "assistant", "content": None, "function_calls": "f()"}]},
+        {"messages": [{"role": "environment", "content": "{}"}]},
+        {"messages": [{"role": "user"}, {"role": "assistant", "content": "!"}]},
+        {"messages": "user: ?"},
+        {"messages": None},
+        {"prompt": "x" * 100_000, "response": "!"},
+        {"prompt": ["?"], "response": "!"},
+        {"prompt": "?", "response": "!<|im_end|>!"},
+        {},
+    ]
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(fine + bad)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    args = arguments(monkeypatch, "--data", path, "--held-out", 0)
+    *_, (examples, consumed, skipped) = itertools.islice(
+        Dataset(Rows(path), chat, 2, 4, args).steps(len(fine)), 2
+    )
+    assert len(lines) < consumed <= 2 * len(lines) and sum(skipped.values()) == len(bad)
+    found = {tuple(e.tokens[e.prompt :]) for e in examples}
+    for row in fine:
+        text = row["response"] if "response" in row else row["messages"][-1]["content"]
+        response = (*chat.encode(text), 2)
+        assert any(given == response[: len(given)] for given in found)
+        found -= {given for given in found if given == response[: len(given)]}
+    assert not found
+    model = load(str(ROOT / "toy/draft"))[0]
+    with torch.no_grad():
+        both = [losses(model, batch) for batch in batches(examples, model.config, args)]
+    assert all(noisy.isfinite() and clean.isfinite() for noisy, clean in both)
 
 
 def test_a_turn_that_the_template_drops(chat, tmp_path):
