@@ -582,6 +582,16 @@ def memory_needed(config: Config, args: argparse.Namespace, dtype, processes=1) 
     return [stays / 2**30, step / 2**30]
 
 
+def check_memory(config: Config, args: argparse.Namespace, device, dtype) -> None:
+    """Say what a step needs; raise UserError if not even what stays between steps has room."""
+    stays, step = memory_needed(config, args, dtype, world()[1])
+    there = available_memory(device)
+    need = f"a step needs about {step:.1f} GiB per process; {there:.1f} GiB are free on {device}"
+    if stays > there:
+        raise UserError(f"{need}: more GPUs (torchrun) or a smaller model")
+    say(need + ("; to need less: --checkpoint-layers, a smaller --batch-tokens" * (step > there)))
+
+
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 POSTFIX = ("step", "noisy", "clean", "tokens_per_s")
 # What may be otherwise when a run is resumed; with any other change it would be another run.
@@ -843,12 +853,7 @@ def train(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
         raise UserError(f"--batch {args.batch}: fewer examples than processes ({processes})")
     rows = Rows(args.data)
     directory = locate(args.model)
-    stays, step = memory_needed(read_config(directory), args, dtype, processes)
-    there = available_memory(device)
-    need = f"a step needs about {step:.2g} GiB on each {device.type}; {there:.2g} GiB are there"
-    if stays > there:
-        raise UserError(f"{need}, too few even between steps: use more GPUs or a smaller model")
-    say(need + (": if too few, try --checkpoint-layers or fewer --batch-tokens" * (step > there)))
+    check_memory(read_config(directory), args, device, dtype)
     if args.from_scratch:
         model, chat = initialize(read_config(directory), args.seed), Chat(directory)
         add_mask_token(model, chat)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench.pareto import ROOT
-from bench.speed import SHAPES, machine, random_model, wait
+from bench.speed import SHAPES, config_of, machine, wait
 from model import Chat, UserError, initialize, place, read_config, run
 from train import (
     Batch,
@@ -34,6 +34,7 @@ from train import (
     Example,
     Rows,
     Trainer,
+    check_memory,
     collate,
     lay_out,
     memory_needed,
@@ -72,18 +73,20 @@ def one_batch(form: str, share: float, args: argparse.Namespace, mask_id: int) -
     return collate([[layout] for layout in layouts], len(layouts[0].tokens))
 
 
+def setting(args: argparse.Namespace) -> tuple:
+    """(config, train.py's options, device, dtype)"""
+    config = config_of(args.shape) if args.shape else read_config(ROOT / "toy/base")
+    config.mask_token_id = config.vocab_size - 2
+    words = ["--data", "none", "--steps", "1000", "--lr", "1e-5", "--max-length", str(args.length)]
+    words += ["--batch-tokens", str(2 * args.batch * args.length)]
+    words += ["--checkpoint-layers"] * args.checkpoint_layers
+    return config, parse_arguments(words), *place(args.device, args.dtype)
+
+
 def new_trainer(args: argparse.Namespace) -> Trainer:
     """train.py's own step, on random weights: they cost what real ones do."""
-    device, dtype = place(args.device, args.dtype)
-    if args.shape:
-        model = random_model(args.shape, device, torch.float32)
-    else:
-        config = read_config(ROOT / "toy/base")
-        config.mask_token_id = config.vocab_size - 1
-        model = initialize(config, seed=0).to(device)
-    words = ["--data", "none", "--steps", "1000", "--lr", "1e-5"]
-    words += ["--checkpoint-layers"] * args.checkpoint_layers
-    return Trainer(model, None, None, dtype, parse_arguments(words))
+    config, options, device, dtype = setting(args)
+    return Trainer(initialize(config, seed=0).to(device), None, None, dtype, options)
 
 
 def step(trainer: Trainer, form: str, batch: Batch) -> float:
@@ -133,6 +136,8 @@ def memory(form: str, share: float, args: argparse.Namespace) -> list[float]:
 
 
 def compare(args: argparse.Namespace) -> None:
+    config, options, device, dtype = setting(args)
+    check_memory(config, options, device, dtype)
     taken = seconds(args)
     print("\n| prompt | form     | s/step | x SFT | activations, GiB | x SFT | peak | foretold |")
     print("|-------:|:---------|-------:|------:|-----------------:|------:|-----:|---------:|")

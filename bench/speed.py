@@ -34,7 +34,10 @@ from kv_cache import KVCache
 from model import Chat, Config, Qwen2, UserError, initialize, load, place, run
 
 BLOCKS = (4, 8, 16, 32, 64, 128, 256)
-SHAPES = {"0.5B": (896, 4864, 24, 14, 2, 151936)}  # Qwen2.5's
+SHAPES = {  # Qwen2.5's: hidden, intermediate, layers, heads, KV heads, words, tied embeddings
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
 
 
 def machine(model: Qwen2) -> str:
@@ -197,14 +200,17 @@ def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
         )
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
-    """Random weights in the shape of a Qwen2.5: they accept nothing, but cost what real ones do."""
-    hidden, inner, layers, heads, kv_heads, words = SHAPES[shape]
-    config = Config(
-        words, hidden, inner, layers, heads, kv_heads, 32768, 1e6, tie_word_embeddings=True,
+def config_of(shape: str) -> Config:
+    hidden, inner, layers, heads, kv_heads, words, tied = SHAPES[shape]
+    return Config(
+        words, hidden, inner, layers, heads, kv_heads, 32768, 1e6, tie_word_embeddings=tied,
         eos_token_id=(words - 1,), mask_token_id=words - 2,
     )  # fmt: skip
-    return initialize(config, seed=0).to(device, dtype)
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
+    """Random weights in the shape of a Qwen2.5: they accept nothing, but cost what real ones do."""
+    return initialize(config_of(shape), seed=0).to(device, dtype)
 
 
 def main() -> None:

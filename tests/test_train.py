@@ -17,6 +17,7 @@ from common import ROOT, cases, random_prompt, tiny_model, unpacked
 from safetensors.torch import load_file
 
 import train
+from bench import cost
 from decode import generate
 from model import Chat, UserError, load, visible
 from train import (
@@ -91,6 +92,17 @@ def test_response_only_masks_give_the_two_stream_loss():
         ours = gradient(noisy + weight * clean, model)
         theirs = gradient(expected_noisy + weight * expected_clean, model)
         assert (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
+
+
+def test_the_papers_form_in_the_cost_bench():
+    """What is timed there as "2L" has the loss of the two streams as they are written above."""
+    for seed in cases(5, 50):
+        rng = random.Random(700 + seed)
+        model, example = tiny_model(rng), random_example(rng, cost.BLOCK)
+        layout = cost.two_streams(example, model.config.mask_token_id, 1.0)
+        expected = two_stream_loss(model, example, cost.BLOCK)
+        for ours, theirs in zip(losses(model, unpacked([layout])), expected):
+            assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
 
 
 def test_distillation_by_hand():
