@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class UserError(ValueError):
@@ -47,7 +48,8 @@ def run(main: Callable[[], None]) -> None:
     except (UserError, OSError, MemoryError, RuntimeError) as error:
         line = str(error).strip().partition("\n")[0]
         if isinstance(error, MemoryError | RuntimeError):
-            if "memory" not in line + str(type(error)).lower():
+            kind = f"{type(error).__name__}: {line}".lower()
+            if not re.search("memoryerror|out of ?memory|allocate memory", kind):
                 raise  # a bug of ours
             line = f"out of memory: use smaller batches, fewer rows or shorter texts ({line})"
         print(f"error: {line}", file=sys.stderr)
@@ -163,6 +165,8 @@ def visible(q_pos, q_start, q_doc, k_pos, k_start, k_doc):
 
 # -------------------------------------------------------------------------------------- transformer
 
+LOGITS_AT_A_TIME = 2**26  # in training: 256 MiB in float32
+
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, float32 (B, 1, T, head_dim / 2), of positions (B, T)."""
@@ -276,6 +280,19 @@ class Qwen2(nn.Module):
         if self.config.mask_token_id is not None:
             logits[:, self.config.mask_token_id] = float("-inf")
         return logits
+
+    def in_chunks(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """`function` of tensors (N, ...), a few of the N at a time, put together again.
+
+        For training, where it takes the logits of N hidden states: all at once they would need more
+        memory than all the rest, so they are made again in the backward pass. (Under FSDP this is
+        the call that gathers the head; one for each chunk would be as many as a process has.)
+        """
+        at_a_time = max(1, LOGITS_AT_A_TIME // self.config.vocab_size)
+        parts = list(zip(*(tensor.split(at_a_time) for tensor in tensors)))
+        if len(parts) > 1:
+            function = functools.partial(checkpoint, function, use_reentrant=False)
+        return torch.cat([function(*part) for part in parts])
 
     @property
     def device(self) -> torch.device:
@@ -410,7 +427,7 @@ def save(model: Qwen2, chat: "Chat", directory: Path, dtype=torch.bfloat16, weig
         for name, text in texts.items()
     }
     weights = functools.partial(save_file, tensors, metadata={"format": "pt"})
-    replace({directory / "model.safetensors": weights, **writers})
+    replace({**writers, directory / "model.safetensors": weights})
 
 
 # --------------------------------------------------------------------------------------------- chat

@@ -64,6 +64,7 @@ from torch.utils.checkpoint import checkpoint as recompute  # in the backward pa
 from tqdm import tqdm
 
 from model import (
+    LOGITS_AT_A_TIME,
     Chat,
     Config,
     Qwen2,
@@ -82,11 +83,6 @@ from model import (
 )
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # we know
-
-try:
-    import resource
-except ImportError:  # on Windows
-    resource = None
 
 # --------------------------------------------------------------------------------------------- data
 
@@ -107,7 +103,9 @@ class Rows:
         for magic, name in OTHER_FORMATS.items():
             if self.file.peek(4).startswith(magic):
                 raise UserError(f"{path}: is {name}, not JSONL; unpack or convert it first")
-        for number, line in enumerate(tqdm(self.file, desc=str(path), leave=False, delay=2), 1):
+        for number, line in enumerate(
+            tqdm(self.file, desc=str(path), leave=False, delay=2, disable=not leads()), 1
+        ):
             if line.strip():
                 self._parse(line, number)
                 self.offsets.append(offset)
@@ -116,7 +114,7 @@ class Rows:
         if not self.offsets:
             raise UserError(f"{path}: empty; expected one JSON object per line")
 
-    def _parse(self, line: bytes, number: int) -> dict:
+    def _parse(self, line: bytes, number: int | str) -> dict:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -130,7 +128,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict:
         self.file.seek(self.offsets[index])
-        return json.loads(self.file.readline())
+        return self._parse(self.file.readline(), f"byte {self.offsets[index]}, once JSON")
 
 
 class Unusable(Exception):
@@ -253,8 +251,6 @@ class Batch(NamedTuple):
 
 
 PADDING = Batch(tokens=0, pos=0, start=1, doc=-1, target=0, noisy=0.0, clean=0.0, back=0)
-WIDTH = 128  # rows are multiples of this: few shapes, and whole blocks of FlexAttention
-LOGITS = 2**26  # so many exist at a time: 256 MiB in float32
 
 
 def stream_length(example: Example, block_size: int | None) -> int:
@@ -321,23 +317,31 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
     return [1 / (e.targets * len(examples)) for e in examples]
 
 
+def row_width(longest: int) -> int:
+    """Room for the longest example and a short one beside it, in a multiple of 32: few shapes."""
+    return -(-3 * longest // 64) * 32
+
+
 def batches(
-    examples: list[Example], config: Config, args: argparse.Namespace, rank=0, world=1
+    examples: list[Example], config: Config, args: argparse.Namespace, rank=0, size=1, longest=0
 ) -> list[Batch]:
-    """One process's forwards of a step: of one shape, and as many of them in every process."""
+    """The forwards of process `rank` of `size`: of one shape, and as many in every process.
+
+    Rows are as wide as the longest example asks, or one of `longest` positions.
+    """
     block_size, weights = config.block_size, target_weights(examples, args.normalization)
     lengths = [stream_length(example, block_size) for example in examples]
-    width = -(-max(lengths) // WIDTH) * WIDTH
+    width = row_width(max(longest, *lengths))
     rows = pack(lengths, width)
-    forwards = -(-len(rows) // (world * max(1, args.batch_tokens // width)))
-    height = -(-len(rows) // (world * forwards))
-    rows += [[]] * (world * forwards * height - len(rows))
+    forwards = -(-len(rows) // (size * max(1, args.batch_tokens // width)))
+    height = -(-len(rows) // (size * forwards))
+    rows += [[]] * (size * forwards * height - len(rows))
     layouts = [
         [
             lay_out(examples[i], block_size, config.mask_token_id, weights[i], doc)
             for doc, i in enumerate(row)
         ]
-        for row in rows[rank::world]
+        for row in rows[rank::size]
     ]
     return [collate(layouts[i : i + height], width) for i in range(0, len(layouts), height)]
 
@@ -362,13 +366,8 @@ def block_mask(batch: Batch) -> BlockMask:
 
 def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
     """(B, T, D); the mask is made once for all layers."""
-    mask = block_mask(batch) if batch.tokens.is_cuda else dense_mask(batch)
-    return model(batch.tokens, batch.pos, mask)
-
-
-def chunks(model: Qwen2, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors (N, ...) in parts for which the logits fit into the memory set aside for them."""
-    return zip(*(tensor.split(max(1, LOGITS // model.config.vocab_size)) for tensor in tensors))
+    flex = batch.tokens.is_cuda and model.config.head_dim >= 16  # it knows no smaller ones
+    return model(batch.tokens, batch.pos, block_mask(batch) if flex else dense_mask(batch))
 
 
 def wide_logits(model: Qwen2, hidden: Tensor) -> Tensor:
@@ -376,40 +375,33 @@ def wide_logits(model: Qwen2, hidden: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))  # no loss in bfloat16
 
 
-def cross_entropies(
-    model: Qwen2, hidden: Tensor, target: Tensor, is_mask=None, twin=None
-) -> Tensor:
-    """(N); given `twin`, hidden states like `hidden`, masks learn what the twin predicts."""
-    logits = wide_logits(model, hidden)
-    hard = F.cross_entropy(logits, target, reduction="none")
-    if twin is None:
-        return hard
-    with torch.no_grad():
-        teacher = wide_logits(model, twin[is_mask]).softmax(-1)
-    log_probs = logits[is_mask].log_softmax(-1).clamp(min=-1e4)  # 0 x -inf would be NaN
-    return hard.masked_scatter(is_mask, -(teacher * log_probs).sum(-1))
-
-
 def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, Tensor]:
     """(noisy, clean): the weighted sums of cross-entropies that make the paper's loss.
 
-    Logits are computed at targets only, a chunk at a time, and again in the backward pass: all of
-    them would take more memory than all the rest.
-    distill: a mask learns the distribution that the clean stream has for its token instead of the
-    one token that was drawn from it: what the model itself would say is what decoding asks of a
-    guess.
+    distill: a mask learns the distribution that the clean stream has for its token (detached)
+    instead of the one token that was drawn from it: what the model itself would say is what
+    decoding asks of a guess.
     """
+
+    def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(wide_logits(model, hidden), target, reduction="none")
+
+    def distilled(hidden: Tensor, target: Tensor, is_mask: Tensor, teacher: Tensor) -> Tensor:
+        logits = wide_logits(model, hidden)
+        hard = F.cross_entropy(logits, target, reduction="none")
+        with torch.no_grad():
+            probs = wide_logits(model, teacher[is_mask]).softmax(-1)
+        log_probs = logits[is_mask].log_softmax(-1).clamp(min=-1e4)  # 0 x -inf would be NaN
+        return hard.masked_scatter(is_mask, -(probs * log_probs).sum(-1))
+
     at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
-    hidden, back = hidden_states(model, batch), batch.back[at]
-    inputs = [hidden[at], batch.target[at]]
+    hidden, target, back = hidden_states(model, batch), batch.target[at], batch.back[at]
     if distill:
-        inputs += [back > 0, hidden.detach()[at[0], at[1] - back]]
-    parts = list(chunks(model, *inputs))
-    compute = functools.partial(cross_entropies, model)
-    if len(parts) > 1:
-        compute = functools.partial(recompute, compute, use_reentrant=False)
-    cross_entropy = torch.cat([compute(*part) for part in parts])
-    return (cross_entropy * batch.noisy[at]).sum(), (cross_entropy * batch.clean[at]).sum()
+        teacher = hidden.detach()[at[0], at[1] - back]
+        each = model.in_chunks(distilled, hidden[at], target, back > 0, teacher)
+    else:
+        each = model.in_chunks(cross_entropy, hidden[at], target)
+    return (each * batch.noisy[at]).sum(), (each * batch.clean[at]).sum()
 
 
 @torch.no_grad()
@@ -424,24 +416,25 @@ def look_ahead(model: Qwen2, held_out: Iterable[Batch]) -> list[float]:
     for batch in held_out:
         ahead = torch.where(batch.start > batch.pos, 1, batch.pos - batch.start + 2)
         at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
-        hidden = hidden_states(model, batch)[at]
-        for part, target, k in chunks(model, hidden, batch.target[at], ahead[at]):
-            hit = model.logits(part).argmax(-1) == target
-            right += torch.bincount(k, hit.float(), minlength=bins).cpu()
-            count += torch.bincount(k, minlength=bins).cpu()
+        best = model.in_chunks(
+            lambda h: model.logits(h).argmax(-1), hidden_states(model, batch)[at]
+        )
+        hit = (best == batch.target[at]).float()
+        right += torch.bincount(ahead[at], hit, minlength=bins).cpu()
+        count += torch.bincount(ahead[at], minlength=bins).cpu()
     return (right / count.clamp(min=1))[1:].tolist()
 
 
 # ------------------------------------------------------------------------------- several processes
 
 
-def world() -> tuple[int, int]:
-    """(rank, number of processes): (0, 1) unless torchrun started this one."""
+def rank_and_size() -> tuple[int, int]:
+    """Of the processes that torchrun started: (0, 1) if it did not."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def leads() -> bool:
-    return world()[0] == 0
+    return rank_and_size()[0] == 0
 
 
 def say(text: str) -> None:
@@ -449,8 +442,30 @@ def say(text: str) -> None:
         tqdm.write(text)  # above the bar, if there is one
 
 
-def join_world(device: torch.device) -> torch.device:
-    """Under torchrun, meet the other processes; each has a GPU of its own, or all share the CPU."""
+@contextlib.contextmanager
+def together(failure: str = "") -> Iterator[None]:
+    """What fails in one process fails in all: the others would wait for it in vain."""
+    error = None
+    try:
+        yield
+    except UserError as caught:
+        error = str(caught)
+    except (OSError, RuntimeError, CheckpointException) as caught:
+        if not failure:
+            raise
+        error = f"{failure} ({str(caught).strip().splitlines()[-1]})"
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        error = next(filter(None, errors), None)
+    if error and not leads():
+        sys.exit(2)  # the first process says why
+    if error:
+        raise UserError(error)
+
+
+def join(device: torch.device) -> torch.device:
+    """Meet the other processes; each has a GPU of its own, or all share the CPU."""
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if device.index >= torch.cuda.device_count():
@@ -463,13 +478,16 @@ def join_world(device: torch.device) -> torch.device:
 def shard(model: Qwen2, dtype: torch.dtype) -> None:
     """FSDP2: every process keeps a part of each weight, and gathers a layer when it is needed."""
     options = {
-        "mesh": init_device_mesh(model.device.type, (world()[1],)),
+        "mesh": init_device_mesh(model.device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     }
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    register_fsdp_forward_method(model, "logits")
+    register_fsdp_forward_method(model, "in_chunks")
+
+
+STATE = ("model_state_dict", "optim_state_dict")
 
 
 class Checkpoints:
@@ -479,9 +497,8 @@ class Checkpoints:
     instant, the newest is complete.
     """
 
-    def __init__(self, out: Path, keep: int, model: Qwen2, optimizer: torch.optim.Optimizer):
+    def __init__(self, out: Path, keep: int):
         self.directory, self.keep = out / "checkpoints", keep
-        self.model, self.optimizer = model, optimizer
 
     def paths(self) -> list[Path]:
         return sorted(self.directory.glob("step-" + 8 * "[0-9]"))
@@ -491,22 +508,21 @@ class Checkpoints:
         paths = self.paths()
         return read_json(paths[-1] / "progress.json") if paths else None
 
-    def state(self) -> dict[str, dict]:
-        return dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer)))
-
-    def save(self, progress: dict) -> None:
+    def save(self, model: Qwen2, optimizer: torch.optim.Optimizer, progress: dict) -> None:
         path = self.directory / f"step-{progress['step']:08d}"
         temporary = path.with_suffix(".tmp")
-        try:
-            dcp.save(self.state(), checkpoint_id=temporary)
-            if leads():
-                text = json.dumps(progress, indent=2)
-                replace({temporary / "progress.json": lambda file: file.write_text(text)})
-                temporary.rename(path)
-                self.remove(self.paths()[: -self.keep])
-        except (OSError, RuntimeError, CheckpointException) as error:
-            reason = str(error).strip().rpartition("\n")[2]
-            raise UserError(f"{path}: not saved ({reason}); the one before is intact") from None
+        with together(f"{path}: not saved; those before it are intact"):
+            try:
+                state = dict(zip(STATE, get_state_dict(model, optimizer)))
+                dcp.save(state, checkpoint_id=temporary)
+                if leads():
+                    text = json.dumps(progress, indent=2)
+                    replace({temporary / "progress.json": lambda file: file.write_text(text)})
+                    temporary.rename(path)
+                    self.remove(self.paths()[: -self.keep])
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)  # what is full may need the room
+                raise
 
     def remove(self, paths: list[Path]) -> None:
         for path in paths:
@@ -514,21 +530,12 @@ class Checkpoints:
         for path in self.directory.glob("*.tmp"):  # these, and what a kill has left behind
             shutil.rmtree(path)
 
-    def load(self) -> None:
-        path, state = self.paths()[-1], self.state()
-        try:
+    def load(self, model: Qwen2, optimizer: torch.optim.Optimizer) -> None:
+        path = self.paths()[-1]
+        with together(f"{path}: damaged; without it, the one before is taken"):
+            state = dict(zip(STATE, get_state_dict(model, optimizer)))
             dcp.load(state, checkpoint_id=path)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            reason = str(error).strip().rpartition("\n")[2]
-            raise UserError(
-                f"{path}: damaged ({reason}); without it, the one before is taken"
-            ) from None
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+            set_state_dict(model, optimizer, **state)
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -541,28 +548,34 @@ def learning_rate(peak: float, progress: float, warmup: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
+def proc(file: str, field: str) -> float:
+    """GiB that Linux has there; 0 where it is not known."""
+    try:
+        return int(Path("/proc", file).read_text().split(field)[1].split()[0]) / 2**20
+    except (OSError, IndexError):
+        return 0.0
+
+
 def peak_memory(device: torch.device) -> float:
-    """GiB: of the GPU where there is one, else of this process (0 where that is not known)."""
+    """GiB: of torch on a GPU, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    if resource is None:
-        return 0.0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return proc("self/status", "VmHWM:")
 
 
-def available_memory(device: torch.device) -> float:
-    """GiB, of the GPU or of this machine; infinite where that is not known."""
+def free_memory(device: torch.device) -> float:
+    """GiB: of the GPU, or each process's share of this machine's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2**30
-    try:
-        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**20
-    except (OSError, IndexError):
-        return math.inf
+    return proc("meminfo", "MemAvailable:") / rank_and_size()[1]
+
+
+def longest_stream(args: argparse.Namespace) -> int:
+    return args.max_length * (2 if args.objective == "mars" else 1)
 
 
 def memory_needed(config: Config, args: argparse.Namespace, dtype, processes=1) -> list[float]:
-    """GiB per process: of what stays between steps, and of a step at its peak, by counting.
+    """GiB per process: what stays between steps, and a step at its peak, by counting.
 
     What stays: weights, gradients and AdamW's two moments, all in float32. In the forward pass a
     layer keeps for the backward pass some ten vectors of hidden_size and four of intermediate_size
@@ -570,33 +583,45 @@ def memory_needed(config: Config, args: argparse.Namespace, dtype, processes=1) 
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Qwen2(config).parameters())
-    stays = 4 * 4 * parameters / processes
     D, layers, vocabulary = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    streams = (2 if args.objective == "mars" else 1) * args.max_length
-    positions = max(args.batch_tokens, streams)  # a row is never split
+    stays = 4 * 4 * parameters / processes
+    if processes > 1:  # what is not in a layer is gathered for the whole step, gradients too
+        copies = 2 * dtype.itemsize * vocabulary * D * (1 if config.tie_word_embeddings else 2)
+    else:  # autocast keeps what it has cast
+        copies = dtype.itemsize * parameters if dtype != torch.float32 else 0
+    positions = max(args.batch_tokens, row_width(longest_stream(args)))  # a row is never split
     layer = positions * (40 * D + 4 * dtype.itemsize * config.intermediate_size)
     kept = 4 * positions * D * layers + layer if args.checkpoint_layers else layer * layers
-    logits = 3 * 4 * min(LOGITS, positions * vocabulary)  # a chunk, its softmax, its gradient
-    casts = dtype.itemsize * parameters if dtype != torch.float32 else 0
-    step = stays + kept + layer + logits + casts / processes + 4 * vocabulary * D
-    return [stays / 2**30, step / 2**30]
+    # Of the chunk of logits: themselves, softmax, gradient (distilled: and the teacher's), and what
+    # the chunk adds to the gradient of the head.
+    chunk = 4 * min(LOGITS_AT_A_TIME, positions * vocabulary) * (5 if args.distill else 3)
+    step = stays + copies + kept + layer + chunk + 4 * vocabulary * D
+    return [stays / 2**30, max(step, 4 * parameters) / 2**30]  # each loads all, then shards it
 
 
 def check_memory(config: Config, args: argparse.Namespace, device, dtype) -> None:
     """Say what a step needs; raise UserError if not even what stays between steps has room."""
-    stays, step = memory_needed(config, args, dtype, world()[1])
-    there = available_memory(device)
-    need = f"a step needs about {step:.1f} GiB per process; {there:.1f} GiB are free on {device}"
-    if stays > there:
-        raise UserError(f"{need}: more GPUs (torchrun) or a smaller model")
-    say(need + ("; to need less: --checkpoint-layers, a smaller --batch-tokens" * (step > there)))
+    stays, step = memory_needed(config, args, dtype, rank_and_size()[1])
+    free = free_memory(device) or math.inf
+    need = f"a step needs about {step:.1f} GiB per process; {free:.1f} GiB are free"
+    if stays > free:
+        raise UserError(f"{need}: use more GPUs (torchrun) or a smaller model")
+    say(need + "; to need less: --checkpoint-layers, a smaller --batch-tokens" * (step > free))
 
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 POSTFIX = ("step", "noisy", "clean", "tokens_per_s")
-# What may be otherwise when a run is resumed; with any other change it would be another run.
-FREE = {"data", "out", "resume", "save_every", "keep", "batch_tokens", "checkpoint_layers"}
-FREE |= {"device", "dtype"}
+# Options that a resumed run may have otherwise: they say where and how, not what is computed.
+MAY_CHANGE = {"data", "out", "resume", "save_every", "keep", "device", "dtype"}
+MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
+
+
+def identity(args: argparse.Namespace, rows: Rows) -> dict[str, str]:
+    """What makes a run the run it is."""
+    options = {k: v for k, v in vars(args).items() if k not in MAY_CHANGE}
+    facts = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    facts |= {"rows of --data": len(rows), "bytes of --data": rows.size}
+    return {name: str(value) for name, value in facts.items()}
 
 
 class Trainer:
@@ -604,6 +629,7 @@ class Trainer:
 
     def __init__(self, model: Qwen2, chat: Chat, data: Dataset, dtype, args: argparse.Namespace):
         self.model, self.chat, self.data, self.args = model, chat, data, args
+        self.rank, self.size = rank_and_size()
         self.sharded = dist.is_initialized()
         if args.checkpoint_layers:  # inside of the module's call, where FSDP's hooks are
             for layer in model.model.layers:
@@ -613,10 +639,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        # Of the arithmetic only: the weights stay float32. FSDP sees to that by itself.
+        # Of the arithmetic only: the weights stay float32. (FSDP does it by itself, and casts what
+        # autocast leaves as it is: norms, and the sums that run from layer to layer.)
         autocast = dtype == torch.bfloat16 and not self.sharded
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=autocast)
-        self.checkpoints = Checkpoints(args.out, args.keep, model, self.optimizer)
+        self.checkpoints = Checkpoints(args.out, args.keep)
         self.steps, self.consumed, self.skipped = 0, 0, {}
         self.saved, self.signal = "no model yet", 0
 
@@ -626,19 +653,27 @@ class Trainer:
             return self.steps / self.args.steps
         return self.consumed / (self.args.epochs * len(self.data.training))
 
+    def finished(self) -> bool:
+        return self.steps > 0 and self.progress() >= 1
+
+    def batches(self, examples: list[Example], rank=0, size=1) -> list[Batch]:
+        """On a GPU of one width throughout: FlexAttention is compiled for each, and skips what is
+        empty. Elsewhere attention is dense, and as narrow as can be."""
+        longest = longest_stream(self.args) if self.model.device.type == "cuda" else 0
+        return batches(examples, self.model.config, self.args, rank, size, longest)
+
     def to_device(self, batch: Batch) -> Batch:
         return Batch(*(field.to(self.model.device) for field in batch))
 
     def step(self, parts: list[Batch], consumed: int) -> dict[str, float]:
         """One update from this process's part of a step; returns what all processes measured."""
-        args, model = self.args, self.model
-        processes, mars = world()[1], model.config.block_size is not None
+        args, model, mars = self.args, self.model, self.model.config.block_size is not None
         sums = torch.zeros(2, device=model.device)
         for part in map(self.to_device, parts):
             with self.autocast:
                 noisy, clean = losses(model, part, args.distill)
             loss = noisy + args.ar_weight * clean if mars else clean
-            (processes * loss).backward()  # FSDP takes the processes' mean, where we want the sum
+            (self.size * loss).backward()  # FSDP takes the processes' mean, where we want the sum
             sums += torch.stack([noisy, clean]).detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         if self.sharded:
@@ -670,43 +705,34 @@ class Trainer:
         """The look-aheads of the held-out examples."""
         if not self.data.held_out:
             return {}
-        held_out = batches(self.data.held_out, self.model.config, self.args)
         with self.autocast:
-            right = look_ahead(self.model, map(self.to_device, held_out))
+            held_out = map(self.to_device, self.batches(self.data.held_out))
+            right = look_ahead(self.model, held_out)
         shares = "  ".join(f"{share:.3f}" for share in right)
         say(f"step {self.steps}: right 1, 2, ... tokens ahead: {shares}")
         return {"look_ahead": [round(share, 4) for share in right]}
 
     def save(self) -> None:
-        """The model for its users, and then the checkpoint: what that holds is done for good."""
+        at = {"step": self.steps, "consumed": self.consumed, "skipped": self.skipped}
+        at |= {"finished": self.finished(), "run": identity(self.args, self.data.rows)}
+        self.checkpoints.save(self.model, self.optimizer, at)
+        self.export()
+
+    def export(self) -> None:
+        """The model for its users, whole."""
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.model, options=whole)
-        if leads():
-            save(self.model, self.chat, self.args.out, weights=weights)
+        with together():
+            if leads():
+                save(self.model, self.chat, self.args.out, weights=weights)
         self.saved = f"the model of step {self.steps}"
-        at = {"step": self.steps, "consumed": self.consumed, "skipped": self.skipped}
-        self.checkpoints.save({**at, "finished": self.finished(), "run": self.identity()})
 
-    def identity(self) -> dict[str, str]:
-        """What makes this run the run it is."""
-        facts = {f"--{k}".replace("_", "-"): v for k, v in vars(self.args).items() if k not in FREE}
-        facts |= {"rows of --data": len(self.data.rows), "bytes of --data": self.data.rows.size}
-        return {name: str(value) for name, value in facts.items()}
-
-    def restore(self) -> None:
-        """With --resume: go on from the newest checkpoint, if there is one."""
-        out, found = self.args.out, self.checkpoints.newest()
-        if found and not self.args.resume and not found["finished"]:
-            raise UserError(f"--out {out}: an unfinished run is there; --resume it or take another")
-        if not found or not self.args.resume:
-            return
-        for name, value in self.identity().items():
-            if value != (was := found["run"].get(name)):
-                raise UserError(f"{name} {value}: {out} has a run with {was}, it cannot go on so")
-        self.checkpoints.load()
+    def resume(self, found: dict) -> None:
+        self.checkpoints.load(self.model, self.optimizer)
         self.steps, self.consumed, self.skipped = map(found.get, ("step", "consumed", "skipped"))
-        self.data.skipped, self.saved = Counter(self.skipped), f"the model of step {self.steps}"
+        self.data.skipped = Counter(self.skipped)
         say(f"resumed at step {self.steps}")
+        self.export()  # a kill may have come between the checkpoint and this
 
     def open_log(self) -> TextIO:
         """Make place for this run. Steps that no checkpoint holds are made, and logged, again."""
@@ -716,10 +742,11 @@ class Trainer:
         path = out / "log.jsonl"
         try:
             out.mkdir(parents=True, exist_ok=True)
-            if self.steps and path.exists():
-                lines = path.read_text().splitlines(keepends=True)[: self.steps]
-            replace({path: functools.partial(Path.write_text, data="".join(lines))})
             self.checkpoints.remove([] if self.steps else self.checkpoints.paths())
+            if self.steps and path.exists():
+                lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+                lines = [line for line in lines if json.loads(line)["step"] <= self.steps]
+            replace({path: functools.partial(Path.write_text, data="".join(lines))})
             return open(path, "a")
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written to ({error.strerror})") from None
@@ -729,7 +756,7 @@ class Trainer:
         """Ctrl-C and SIGTERM wait until a step is done; a second one does not."""
 
         def remember(signum: int, frame: object) -> None:
-            if self.signal and not self.sharded:  # torchrun sends a second one by itself
+            if self.signal and not self.sharded:  # torchrun itself sends a second one
                 raise KeyboardInterrupt
             self.signal = signum
 
@@ -742,9 +769,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def bar(self) -> Iterator[tqdm]:
-        """Behind it comes what there is, however the run has ended."""
-        desc = self.args.objective
-        with tqdm(total=100, desc=desc, bar_format=BAR, disable=not leads()) as bar:
+        """The progress bar; when it closes, in whatever way, a line says what there is."""
+        name = self.args.objective
+        with tqdm(total=100, desc=name, bar_format=BAR, disable=not leads()) as bar:
             try:
                 yield bar
             finally:
@@ -760,21 +787,19 @@ class Trainer:
             dist.all_reduce(signum, dist.ReduceOp.MAX)
         return int(signum)
 
-    def finished(self) -> bool:
-        return self.steps > 0 and self.progress() >= 1
-
     def work(self) -> Iterator[tuple[Step, list[Batch]]]:
         for step in self.data.steps(self.args.batch, self.consumed):
-            yield step, batches(step.examples, self.model.config, self.args, *world())
+            yield step, self.batches(step.examples, self.rank, self.size)
 
     def run(self) -> None:
         """To the end, or to a signal: then the exit status is 128 + its number."""
-        self.restore()
         work, stop = self.work(), 0
         with ThreadPoolExecutor(1) as reader, self.signals():
-            following = reader.submit(next, work)
-            following.result()  # no usable row: stop before any file is written
-            with self.open_log() as log, self.bar() as bar:
+            with together():
+                following = reader.submit(next, work)
+                following.result()  # no usable row: stop before any file is written
+                log = self.open_log()
+            with log, self.bar() as bar:
                 while not stop and not self.finished():
                     now, following = following.result(), reader.submit(next, work)
                     record = self.timed_step(*now)
@@ -828,16 +853,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     # fmt: on
     args = parser.parse_args(words)
     least = dict.fromkeys(("block", "epochs", "steps", "batch", "batch_tokens", "max_length"), 1)
-    least |= {
-        "save_every": 1,
-        "keep": 1,
-        "held_out": 0,
-        "lr": 0,
-        "warmup": 0,
-        "clip": 1e-6,
-        "ar_weight": 0,
-    }
-    below = {"warmup": 1, "lr": 1e3}
+    least |= {"keep": 1, "save_every": 1, "held_out": 0, "seed": 0}
+    least |= {"lr": 0, "warmup": 0, "clip": 1e-6, "ar_weight": 0}
+    below = {"warmup": 1, "lr": 1e3, "seed": 2**63}
     for name, low in least.items():
         value, high = getattr(args, name), below.get(name, math.inf)
         if value is not None and not low <= value < high:
@@ -847,15 +865,35 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def train(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
-    processes = world()[1]
+def resumable(args: argparse.Namespace) -> dict | None:
+    """What --resume goes on from; UserError if a run is there that this one would destroy."""
+    found = Checkpoints(args.out, args.keep).newest()
+    if found and not found["finished"] and not args.resume:
+        raise UserError(f"--out {args.out}: has an unfinished run; --resume it, or take another")
+    return found if args.resume else None
+
+
+def same_run(found: dict, args: argparse.Namespace, rows: Rows) -> None:
+    for name, value in identity(args, rows).items():
+        was = found["run"].get(name)
+        if value != was:
+            raise UserError(f"{name} {value}: the run in {args.out} has {was}; so it cannot go on")
+
+
+def prepare(args: argparse.Namespace, device, dtype) -> tuple[Qwen2, Chat, Dataset, dict | None]:
+    processes, directory = rank_and_size()[1], locate(args.model)
     if args.batch < processes:
         raise UserError(f"--batch {args.batch}: fewer examples than processes ({processes})")
+    config, found = read_config(directory), resumable(args)
+    if args.max_length > config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise UserError(f"--max-length {args.max_length}: the model has {limit} positions")
     rows = Rows(args.data)
-    directory = locate(args.model)
-    check_memory(read_config(directory), args, device, dtype)
+    if found:
+        same_run(found, args, rows)
+    check_memory(config, args, device, dtype)
     if args.from_scratch:
-        model, chat = initialize(read_config(directory), args.seed), Chat(directory)
+        model, chat = initialize(config, args.seed), Chat(directory)
         add_mask_token(model, chat)
         model.to(device)
     else:
@@ -864,18 +902,23 @@ def train(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
     phases = args.block if args.block_phase == "random" else 1
     data = Dataset(rows, chat, model.config.eos_token_id[0], phases, args)
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    where = f"{device}" if processes == 1 else f"{processes} x {device.type}"
+    where = str(device) if processes == 1 else f"{processes} x {device.type}"
     say(f"{args.model}: {size:.1f} M parameters on {where}; {args.data}: {len(rows)} rows")
-    Trainer(model, chat, data, dtype, args).run()
+    return model, chat, data, found
 
 
 def main() -> None:
     args = parse_arguments()
     device, dtype = place(args.device, args.dtype)
     try:
-        if "LOCAL_RANK" in os.environ:
-            device = join_world(device)
-        train(args, device, dtype)
+        if dist.is_torchelastic_launched():
+            device = join(device)
+        with together():
+            model, chat, data, found = prepare(args, device, dtype)
+        trainer = Trainer(model, chat, data, dtype, args)
+        if found:
+            trainer.resume(found)
+        trainer.run()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

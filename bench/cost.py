@@ -39,6 +39,7 @@ from train import (
     lay_out,
     memory_needed,
     parse_arguments,
+    peak_memory,
     target_weights,
 )
 
@@ -113,26 +114,20 @@ def seconds(args: argparse.Namespace) -> dict[tuple[str, float], list[float]]:
     return taken
 
 
-def peak(device: torch.device) -> float:
-    """GiB that torch has had on a GPU, or this process in memory. (getrusage, which train.py asks
-    for the sake of other systems, has the parent process's peak in it.)"""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 2**20
-
-
 def memory(form: str, share: float, args: argparse.Namespace) -> list[float]:
     """GiB: peak of a step in a process of its own, what of it stays between steps, and the peak
     that train.py would have announced."""
     device, dtype = place(args.device, args.dtype)
-    before = peak(device)  # what Python and torch themselves take
+    before = peak_memory(device)  # what Python and torch themselves take
     trainer = new_trainer(args)
     batch = one_batch(form, share, args, trainer.model.config.mask_token_id)
-    for _ in range(2):  # the optimizer has its moments from the first on
-        step(trainer, form, batch)
+    step(trainer, form, batch)  # from then on the optimizer has its moments
+    for weight in trainer.model.parameters():  # or they would come when activations are half gone
+        weight.grad = torch.zeros_like(weight)
+    step(trainer, form, batch)
     trainer.args.batch_tokens, trainer.args.max_length = batch.tokens.numel(), 1
     stays, foretold = memory_needed(trainer.model.config, trainer.args, dtype)
-    return [peak(device) - before, stays, foretold]
+    return [peak_memory(device) - before, stays, foretold]
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -176,12 +171,12 @@ def write_rows(path: Path, count: int) -> None:
 def index(path: Path) -> tuple[float, float]:
     """(seconds until the first step's examples are there, MiB that this takes)."""
     chat, cpu = Chat(ROOT / "toy/base"), torch.device("cpu")
-    before = peak(cpu)
+    before = peak_memory(cpu)
     args = parse_arguments(["--data", str(path)])
     began = time.perf_counter()
     data = Dataset(Rows(path), chat, 2, 4, args)
     next(data.steps(args.batch))
-    return time.perf_counter() - began, 1024 * (peak(cpu) - before)
+    return time.perf_counter() - began, 1024 * (peak_memory(cpu) - before)
 
 
 def many_rows(count: int) -> None:

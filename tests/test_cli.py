@@ -505,6 +505,8 @@ def test_bad_data(cli, tmp_path, data, content, message):
         (("--clip", 0), "--clip 0.0: must be at least 1e-06"),
         (("--warmup", 1), "--warmup 1.0: must be at least 0 and below 1"),
         (("--held-out", -1), "--held-out -1: must be at least 0"),
+        (("--seed", 10**30), "must be at least 0 and below 9.22337e+18"),
+        (("--max-length", 4096), "--max-length 4096: the model has 2048 positions"),
         (("--model", "no/such/place"), "'no/such/place': no such directory"),
         (("--data", "/"), "/: cannot be read (Is a directory)"),
     ],
@@ -535,6 +537,65 @@ def test_a_disk_that_fills_up_while_training(cli, tmp_path, data, monkeypatch):
     assert not list((tmp_path / "out").glob("model*"))
 
 
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written(cli, tmp_path, data, monkeypatch):
+    """The third checkpoint: nothing of it is left, the two before it and the log are as they were,
+    and with room again the run goes on from there."""
+    write = train.replace
+
+    def full(writers):
+        if any("step-00000003" in str(path) for path in writers):
+            raise OSError(28, "No space left on device")
+        write(writers)
+
+    monkeypatch.setattr(train, "replace", full)
+    given = ["--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", "--batch", 2]
+    given += ["--steps", 5, "--save-every", 1]
+    status, out, err = cli(train, *given)
+    assert status == 2 and "step-00000003: not saved; those before it are intact" in err
+    assert "No space left on device" in err and "Traceback" not in err
+    assert "holds the model of step 2" in out
+    names = [path.name for path in sorted((tmp_path / "out/checkpoints").iterdir())]
+    assert names == ["step-00000001", "step-00000002"]
+    monkeypatch.undo()
+    status, out, err = cli(train, *given, "--resume")
+    assert status == 0 and "resumed at step 2" in out
+
+
+def test_a_damaged_checkpoint(cli, tmp_path, data):
+    given = ["--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path, "--batch", 2]
+    given += ["--steps", 4, "--save-every", 1, "--resume"]
+    status, out, err = cli(train, *given)
+    assert status == 0 and "resumed" not in out  # there was nothing to go on from
+    newest = tmp_path / "checkpoints/step-00000004"
+    [part] = newest.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:1000])
+    status, out, err = cli(train, *given)
+    message = "step-00000004: damaged; without it, the one before is taken"
+    assert status == 2 and message in err and "Traceback" not in err
+    (newest / "progress.json").write_text("{")
+    status, out, err = cli(train, *given)
+    assert status == 2 and "progress.json: cannot be read as JSON" in err
+    shutil.rmtree(newest)
+    status, out, err = cli(train, *given)
+    assert status == 0 and "resumed at step 3" in out
+
+
+def test_too_little_memory(cli, tmp_path, data, monkeypatch):
+    """It says what a step needs, and does not begin if not even weights and optimizer have room."""
+    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", "--steps", 1)
+    monkeypatch.setattr(train, "free_memory", lambda device: 0.01)
+    one_line(cli(train, *given), "GiB per process; 0.0 GiB are free: use more GPUs (torchrun) or a")
+    monkeypatch.setattr(train, "free_memory", lambda device: 0.1)
+    status, out, _ = cli(train, *given)
+    assert status == 0 and "0.1 GiB are free; to need less: --checkpoint-layers, a smal" in out
+
+
+def test_fewer_examples_than_processes(cli, tmp_path, data, monkeypatch):
+    monkeypatch.setattr(train, "rank_and_size", lambda: (0, 4))
+    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", "--batch", 3)
+    one_line(cli(train, *given), "--batch 3: fewer examples than processes (4)")
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 def test_interrupting_training_says_what_there_is(cli, tmp_path, data, monkeypatch, presses):
     """Ctrl-C in the third step finishes that step and saves it; pressed again, it does not wait."""
@@ -556,8 +617,8 @@ def test_interrupting_training_says_what_there_is(cli, tmp_path, data, monkeypat
     assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == done
     monkeypatch.undo()
     for words, message in (
-        ((), "out: an unfinished run is there; --resume it or take another"),
-        (("--resume", "--lr", 0.1), f"--lr 0.1: {tmp_path}/out has a run with 5e-06, it cannot"),
+        ((), "out: has an unfinished run; --resume it, or take another"),
+        (("--resume", "--lr", 0.1), f"--lr 0.1: the run in {tmp_path}/out has 5e-06; so"),
     ):
         status, out, err = cli(train, *given, *words)
         assert status == 2 and message in err and err.count("\n") == 1

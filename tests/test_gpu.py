@@ -51,6 +51,29 @@ def test_bfloat16_solves_problems_several_tokens_at_a_time():
     assert sum(len(r.tokens) for r in results) / sum(r.forwards for r in results) > 2
 
 
+def test_flex_attention_is_the_dense_mask():
+    """Packed rows of two streams: the same losses and the same gradient, in float32."""
+    model, chat, _, _ = toy("cuda", torch.float32)
+    rows = [json.loads(line) for line in (ROOT / "toy/train.jsonl").read_text().splitlines()]
+    examples = [train.encode(row, chat, 2, 512) for row in rows[:40]]
+    args = train.parse_arguments(["--data", "none", "--batch-tokens", "1024"])
+    found = {"block_mask": [], "dense_mask": []}
+    for name, results in found.items():
+        model.zero_grad()
+        for batch in train.batches(examples, model.config, args):
+            batch = train.Batch(*(field.cuda() for field in batch))
+            mask = getattr(train, name)(batch)
+            hidden = model(batch.tokens, batch.pos, mask)[batch.noisy > 0]
+            loss = torch.nn.functional.cross_entropy(
+                model.logits(hidden), batch.target[batch.noisy > 0], reduction="sum"
+            )
+            loss.backward()
+            results.append(loss.detach().reshape(1))
+        results += [weight.grad.flatten() for weight in model.parameters()]
+    ours, theirs = map(torch.cat, found.values())
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
 def test_training_runs_and_saves(tmp_path, monkeypatch):
     """In bfloat16 autocast, the default there, on float32 weights."""
     words = ["--model", ROOT / "toy/sft", "--data", ROOT / "toy/train.jsonl", "--out", tmp_path]

@@ -20,11 +20,14 @@ from model import load
 RUN = ("--model", "toy/draft", "--data", "toy/train.jsonl", "--max-length", 96, "--lr", 1e-3)
 RUN += ("--batch", 4, "--held-out", 4, "--device", "cpu")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+# Logits a few at a time, and in every process another number of times.
+CHUNKED = "import model, os; model.LOGITS_AT_A_TIME = 640 * (7 + 40 * int(os.getenv('RANK', 0))); "
+CHUNKED += "import train; train.run(train.main)"
 
 
-def start(*words: object, launcher=(sys.executable,)) -> subprocess.Popen:
+def start(*words: object, launcher=(sys.executable,), script=("train.py",)) -> subprocess.Popen:
     return subprocess.Popen(
-        [*launcher, "train.py", *map(str, words)],
+        [*launcher, *script, *map(str, words)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -71,7 +74,9 @@ def contents(checkpoint: Path, place: Path) -> dict[str, torch.Tensor]:
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
+    began = time.monotonic()
     while process.poll() is None and not condition():
+        assert time.monotonic() - began < 120
         time.sleep(0.001)
 
 
@@ -82,7 +87,7 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(tmp_path):
     words = (*RUN, "--steps", 30 + 10 * kills, "--save-every", 3)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start(*words, "--out", whole))
-    rng, during_a_save = random.Random(time.time_ns()), 0
+    rng, during_a_save, newest = random.Random(), 0, 0
     for kill in range(kills):
         process, before = start(*words, "--out", killed, "--resume"), lines(killed)
         wait_for(lambda before=before: lines(killed) > before, process)
@@ -94,10 +99,12 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(tmp_path):
         process.kill()
         process.communicate()
         during_a_save += bool(list(killed.rglob("*.tmp")))
-        assert checkpoints(killed) or lines(killed) <= 3
+        steps = [0]
         for checkpoint in checkpoints(killed):
-            assert len(contents(checkpoint, tmp_path)) > 50
-            assert json.loads((checkpoint / "progress.json").read_text())["step"] > 0
+            steps.append(json.loads((checkpoint / "progress.json").read_text())["step"])
+            assert len(contents(checkpoint, tmp_path)) > 50 and str(steps[-1]) in checkpoint.name
+        assert newest <= steps[-1] and lines(killed) // 3 - 1 <= steps[-1] // 3
+        newest = steps[-1]
     assert during_a_save
     finish(start(*words, "--out", killed, "--resume"))
     assert log(killed) == log(whole) and len(log(whole)) == 30 + 10 * kills
@@ -138,8 +145,23 @@ def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path):
         for ours, theirs in zip(log(out), expected):
             for name in ("noisy", "clean", "lr"):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-4), (out, ours, theirs)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
         assert load(str(out))[0].config.block_size == 4
     assert len(list(checkpoints(two / "again")[0].glob("__*.distcp"))) == 2
+
+
+@pytest.mark.parametrize("words", [("--checkpoint-layers",), ("--distill",)], ids=str)
+def test_processes_with_unlike_numbers_of_chunks(tmp_path, words):
+    """Every chunk of logits once gathered the head from all processes, which then waited for ever
+    for the one that had fewer of them."""
+    words = (*RUN, "--batch", 6, "--steps", 3, "--lr", 1e-4, "--held-out", 0, *words)
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish(start(*words, "--out", one))
+    launcher = (*TORCHRUN, "--no-python", sys.executable)
+    finish(start(*words, "--out", two, launcher=launcher, script=("-c", CHUNKED)))
+    for ours, theirs in zip(log(two), log(one), strict=True):
+        for name in ("noisy", "clean", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3), (ours, theirs)
 
 
 @pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN], ids=["alone", "torchrun"])
