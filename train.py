@@ -82,7 +82,7 @@ from model import (
     visible,
 )
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # we know
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
 # --------------------------------------------------------------------------------------------- data
 
@@ -128,7 +128,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict:
         self.file.seek(self.offsets[index])
-        return self._parse(self.file.readline(), f"byte {self.offsets[index]}, once JSON")
+        return self._parse(self.file.readline(), f"byte {self.offsets[index]}, changed meanwhile")
 
 
 class Unusable(Exception):

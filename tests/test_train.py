@@ -239,6 +239,13 @@ def test_rows_are_found_by_byte_offset(tmp_path):
     assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
 
 
+def test_a_file_that_changes_while_it_is_read(tmp_path):
+    rows = write(tmp_path / "d.jsonl", [{"a": 1}, {"a": 2}])
+    rows.path.write_bytes(b'{"a": 1}\n{"a"')
+    with pytest.raises(UserError, match="d.jsonl:byte 9, changed meanwhile: not JSON"):
+        rows[1]
+
+
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it does not wait
