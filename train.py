@@ -592,10 +592,10 @@ def memory_needed(config: Config, args: argparse.Namespace, dtype, processes=1) 
     positions = max(args.batch_tokens, row_width(longest_stream(args)))  # a row is never split
     layer = positions * (40 * D + 4 * dtype.itemsize * config.intermediate_size)
     kept = 4 * positions * D * layers + layer if args.checkpoint_layers else layer * layers
-    # Of the chunk of logits: themselves, softmax, gradient (distilled: and the teacher's), and what
-    # the chunk adds to the gradient of the head.
+    # A chunk of logits, its softmax and its gradient (distilled: and the teacher's); and what chunk
+    # and embedding are about to add to their weights' gradients.
     chunk = 4 * min(LOGITS_AT_A_TIME, positions * vocabulary) * (5 if args.distill else 3)
-    step = stays + copies + kept + layer + chunk + 4 * vocabulary * D
+    step = stays + copies + kept + layer + chunk + 2 * 4 * vocabulary * D
     return [stays / 2**30, max(step, 4 * parameters) / 2**30]  # each loads all, then shards it
 
 
@@ -603,7 +603,8 @@ def check_memory(config: Config, args: argparse.Namespace, device, dtype) -> Non
     """Say what a step needs; raise UserError if not even what stays between steps has room."""
     stays, step = memory_needed(config, args, dtype, rank_and_size()[1])
     free = free_memory(device) or math.inf
-    need = f"a step needs about {step:.1f} GiB per process; {free:.1f} GiB are free"
+    need = f"a step needs about {step:.1f} GiB per process"
+    need += f"; {free:.1f} GiB are free" * (free < math.inf)
     if stays > free:
         raise UserError(f"{need}: use more GPUs (torchrun) or a smaller model")
     say(need + "; to need less: --checkpoint-layers, a smaller --batch-tokens" * (step > free))
@@ -865,32 +866,30 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def resumable(args: argparse.Namespace) -> dict | None:
-    """What --resume goes on from; UserError if a run is there that this one would destroy."""
-    found = Checkpoints(args.out, args.keep).newest()
-    if found and not found["finished"] and not args.resume:
-        raise UserError(f"--out {args.out}: has an unfinished run; --resume it, or take another")
-    return found if args.resume else None
-
-
-def same_run(found: dict, args: argparse.Namespace, rows: Rows) -> None:
+def resumable(args: argparse.Namespace, rows: Rows) -> dict | None:
+    """The checkpoint to go on from; UserError if it is another run's, or would be destroyed."""
+    found, out = Checkpoints(args.out, args.keep).newest(), args.out
+    if found and not args.resume and not found["finished"]:
+        raise UserError(f"--out {out}: has an unfinished run; --resume it, or take another")
+    if not found or not args.resume:
+        return None
     for name, value in identity(args, rows).items():
         was = found["run"].get(name)
         if value != was:
-            raise UserError(f"{name} {value}: the run in {args.out} has {was}; so it cannot go on")
+            raise UserError(f"{name} {value}: the run in {out} has {was}; so it cannot go on")
+    return found
 
 
 def prepare(args: argparse.Namespace, device, dtype) -> tuple[Qwen2, Chat, Dataset, dict | None]:
     processes, directory = rank_and_size()[1], locate(args.model)
     if args.batch < processes:
         raise UserError(f"--batch {args.batch}: fewer examples than processes ({processes})")
-    config, found = read_config(directory), resumable(args)
+    config = read_config(directory)
     if args.max_length > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise UserError(f"--max-length {args.max_length}: the model has {limit} positions")
     rows = Rows(args.data)
-    if found:
-        same_run(found, args, rows)
+    found = resumable(args, rows)
     check_memory(config, args, device, dtype)
     if args.from_scratch:
         model, chat = initialize(config, args.seed), Chat(directory)

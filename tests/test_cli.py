@@ -764,3 +764,16 @@ def test_help_names_every_option(cli):
         status, out, _ = cli(module, "--help")
         assert status == 0 and "--model" in out and "default" in out
         assert os.environ.get("HOME", "?") not in out
+
+
+def test_the_memory_in_the_readme():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for sentence, shape, words, processes in (
+        ('"a step needs about {:.1f} GiB per process", for the 0.5B', "0.5B", [], 1),
+        ("instead of keeping them ({:.1f} GiB)", "0.5B", ["--checkpoint-layers"], 1),
+        ("on eight GPUs ({:.1f} GiB on each", "7B", ["--checkpoint-layers"], 8),
+    ):
+        args = train.parse_arguments(["--data", "x", *words])
+        config = speed.config_of(shape)
+        _, step = train.memory_needed(config, args, torch.bfloat16, processes)
+        assert sentence.format(step) in readme
