@@ -15,7 +15,7 @@ from common import ROOT
 
 import decode
 import train
-from bench import burst, exact, pareto, speculative, speed
+from bench import burst, cost, exact, pareto, speculative, speed
 from model import Chat, UserError, load, run
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
@@ -764,6 +764,34 @@ def test_help_names_every_option(cli):
         status, out, _ = cli(module, "--help")
         assert status == 0 and "--model" in out and "default" in out
         assert os.environ.get("HOME", "?") not in out
+
+
+def test_the_cost_bench(cli, monkeypatch):
+    """Its tables; a process of its own for every peak takes too long for here."""
+
+    class Inline:
+        def __init__(self, *_):
+            self.Pool = Inline
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def apply(self, function, arguments):
+            return function(*arguments)
+
+    monkeypatch.setattr(cost.multiprocessing, "get_context", Inline)
+    words = ("--batch", 2, "--length", 32, "--rounds", 1, "--shares", 0.5, "--device", "cpu")
+    status, out, _ = cli(cost, *words)
+    rows = [line.split("|") for line in out.splitlines() if line.startswith("|    50%")]
+    assert status == 0 and [row[2].strip() for row in rows] == list(cost.FORMS)
+    assert float(rows[0][4]) == 1 and all(float(cell) > 0 for row in rows for cell in row[3:5])
+    status, out, _ = cli(cost, "--rows", 1000)
+    assert status == 0 and out.startswith("1000 rows") and "MiB of memory" in out
+    one_line(cli(cost, "--shares", 2), "--shares [2.0]: must be between 0.1 and 0.9")
+    one_line(cli(cost, "--rows", 1), "--rows 1: must be at least 1000")
 
 
 def test_the_memory_in_the_readme():
