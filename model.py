@@ -285,14 +285,14 @@ class Qwen2(nn.Module):
         """`function` of tensors (N, ...), a few of the N at a time, put together again.
 
         For training, where it takes the logits of N hidden states: all at once they would need more
-        memory than all the rest, so they are made again in the backward pass. (Under FSDP this is
-        the call that gathers the head; one for each chunk would be as many as a process has.)
+        memory than all the rest, so the backward pass makes them again (not the last, with which it
+        begins). Under FSDP this is the call that gathers the head: a call for each chunk would be
+        more of them in one process than in another, which would wait for ever.
         """
-        at_a_time = max(1, LOGITS_AT_A_TIME // self.config.vocab_size)
-        parts = list(zip(*(tensor.split(at_a_time) for tensor in tensors)))
-        if len(parts) > 1:
-            function = functools.partial(checkpoint, function, use_reentrant=False)
-        return torch.cat([function(*part) for part in parts])
+        count = -(-len(tensors[0]) * self.config.vocab_size // LOGITS_AT_A_TIME)
+        *parts, last = zip(*(tensor.chunk(max(1, count)) for tensor in tensors))
+        again = functools.partial(checkpoint, function, use_reentrant=False)
+        return torch.cat([*(again(*part) for part in parts), function(*last)])
 
     @property
     def device(self) -> torch.device:
