@@ -578,6 +578,12 @@ def test_a_damaged_checkpoint(cli, tmp_path, data):
     shutil.rmtree(newest)
     status, out, err = cli(train, *given)
     assert status == 0 and "resumed at step 3" in out
+    for _ in range(2):  # steps that are made again were once logged twice, after the log was lost
+        (tmp_path / "log.jsonl").write_text("")
+        shutil.rmtree(newest)
+        assert cli(train, *given)[0] == 0
+        lines = (tmp_path / "log.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [4]
 
 
 def test_too_little_memory(cli, tmp_path, data, monkeypatch):

@@ -458,6 +458,23 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
     assert shared > 10  # rows that several examples share
 
 
+def test_logits_exist_a_few_at_a_time(monkeypatch):
+    """Of targets only; in the backward pass they are made again, but for the last few."""
+    rng = random.Random(2)
+    model, example = tiny_model(rng), random_example(rng, 4)
+    batch = unpacked([lay_out(example, 4, 1, 1.0)])
+    monkeypatch.setattr("model.LOGITS_AT_A_TIME", 8 * 5)
+    logits, sizes = model.logits, []
+    model.logits = lambda hidden: sizes.append(len(hidden)) or logits(hidden)
+    noisy, clean = losses(model, batch)
+    targets = 2 * example.targets - 1
+    assert sum(sizes) == targets and max(sizes) <= 5 and len(sizes) == -(-targets // 5) > 2
+    last = sizes[-1]
+    sizes.clear()
+    (noisy + clean).backward()
+    assert sum(sizes) == targets - last and max(sizes) <= 5
+
+
 def test_packing():
     """Every example once, no row too full, and few rows: nearly as few as there could be."""
     for seed in cases(50, 500):
