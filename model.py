@@ -184,10 +184,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.cache
 def flex_attention() -> Callable[..., Tensor]:
-    """Compiled at its first call; only training on a GPU calls it."""
+    """Compiled at its first call, for one shape; only training on a GPU calls it."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class Attention(nn.Module):

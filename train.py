@@ -327,14 +327,17 @@ def batches(
 ) -> list[Batch]:
     """The forwards of process `rank` of `size`: of one shape, and as many in every process.
 
-    Rows are as wide as the longest example asks, or one of `longest` positions.
+    The shape is as small as these examples allow; given `longest`, it is that of all steps whose
+    examples are no longer.
     """
     block_size, weights = config.block_size, target_weights(examples, args.normalization)
     lengths = [stream_length(example, block_size) for example in examples]
     width = row_width(max(longest, *lengths))
     rows = pack(lengths, width)
-    forwards = -(-len(rows) // (size * max(1, args.batch_tokens // width)))
-    height = -(-len(rows) // (size * forwards))
+    height = max(1, args.batch_tokens // width)
+    forwards = -(-len(rows) // (size * height))
+    if not longest:
+        height = -(-len(rows) // (size * forwards))
     rows += [[]] * (size * forwards * height - len(rows))
     layouts = [
         [
@@ -658,8 +661,8 @@ class Trainer:
         return self.steps > 0 and self.progress() >= 1
 
     def batches(self, examples: list[Example], rank=0, size=1) -> list[Batch]:
-        """On a GPU of one width throughout: FlexAttention is compiled for each, and skips what is
-        empty. Elsewhere attention is dense, and as narrow as can be."""
+        """On a GPU of one shape throughout: FlexAttention is compiled for it, and skips what is
+        empty. Elsewhere attention is dense, and pays for every width."""
         longest = longest_stream(self.args) if self.model.device.type == "cuda" else 0
         return batches(examples, self.model.config, self.args, rank, size, longest)
 
@@ -871,6 +874,8 @@ def resumable(args: argparse.Namespace, rows: Rows) -> dict | None:
     found, out = Checkpoints(args.out, args.keep).newest(), args.out
     if found and not args.resume and not found["finished"]:
         raise UserError(f"--out {out}: has an unfinished run; --resume it, or take another")
+    if not found and args.resume:
+        say(f"{out}: no checkpoint to go on from, so from the beginning")
     if not found or not args.resume:
         return None
     for name, value in identity(args, rows).items():

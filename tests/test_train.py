@@ -450,7 +450,7 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
         for _ in range(3):
             args.batch_tokens = rng.choice([1, 128, 300, 512, 10**6])
             monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
-            worlds, longest = rng.randint(1, 3), rng.choice([0, 150])
+            worlds, longest = rng.randint(1, 3), rng.choice([0, 0, 100, 150])
             found = whole_step(model, examples, args, worlds, longest)
             assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
             first = batches(examples, model.config, args, 0, worlds)
@@ -510,6 +510,9 @@ def test_the_forwards_of_a_step_have_one_shape(monkeypatch):
         assert total == sum(int((b.doc >= 0).sum()) for forwards in each for b in forwards)
         spare = len(each[0]) * worlds + 1  # a row for each forward, at worst, and the last one
         assert worlds * len(each[0]) * rows <= 1.25 * total / width + spare
+        for some in (examples, examples[: 1 + len(examples) // 2], examples[:1]):
+            [shape] = {tuple(b.tokens.shape) for b in batches(some, config, args, 0, 1, 810)}
+            assert shape == (max(1, args.batch_tokens // 1216), 1216)
 
 
 @torch.inference_mode()
