@@ -19,6 +19,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -105,7 +108,7 @@ def seconds(args: argparse.Namespace) -> dict[tuple[str, float], list[float]]:
     trainer = new_trainer(args)
     mask_id = trainer.model.config.mask_token_id
     print(f"{args.shape or 'toy'}, {args.batch} examples of {args.length} tokens per step")
-    print(f"medians of {args.rounds} rounds; {machine(trainer.model)}")
+    print(f"medians of {args.rounds} rounds; {machine(trainer.model)}", flush=True)
     taken = {(form, share): [] for share in args.shares for form in FORMS}
     for number in range(-1, args.rounds):  # the first is start-up
         for (form, share), times in taken.items():
@@ -130,18 +133,25 @@ def memory(form: str, share: float, args: argparse.Namespace) -> list[float]:
     return [peak_memory(device) - before, stays, foretold]
 
 
+def alone(function: Callable, *args):
+    """Its result, from a process that does nothing else and leaves nothing behind."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *args).result()
+        except BrokenProcessPool:
+            raise UserError("a process was killed, for its memory no doubt: --batch less") from None
+
+
 def compare(args: argparse.Namespace) -> None:
     config, options, device, dtype = setting(args)
     check_memory(config, options, device, dtype)
-    taken = seconds(args)
+    taken = alone(seconds, args)
     print("\n| prompt | form     | s/step | x SFT | activations, GiB | x SFT | peak | foretold |")
     print("|-------:|:---------|-------:|------:|-----------------:|------:|-----:|---------:|")
-    alone = multiprocessing.get_context("spawn")
     for share in args.shares:
         sft = taken["AR SFT", share], None
         for form in FORMS:
-            with alone.Pool(1) as pool:
-                whole, stays, foretold = pool.apply(memory, (form, share, args))
+            whole, stays, foretold = alone(memory, form, share, args)
             times, activations = taken[form, share], whole - stays
             sft = sft[0], sft[1] or activations
             ratio = statistics.median(map(float.__truediv__, times, sft[0]))
@@ -183,8 +193,7 @@ def many_rows(count: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows.jsonl"
         write_rows(path, count)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            taken, memory = pool.apply(index, (path,))
+        taken, memory = alone(index, path)
         size = path.stat().st_size / 2**30
     print(f"{count} rows, {size:.2f} GiB: all parsed, indexed and shuffled, first step encoded")
     print(f"{taken:.1f} s, at most {memory:.0f} MiB of memory")

@@ -774,21 +774,7 @@ def test_help_names_every_option(cli):
 
 def test_the_cost_bench(cli, monkeypatch):
     """Its tables; a process of its own for every peak takes too long for here."""
-
-    class Inline:
-        def __init__(self, *_):
-            self.Pool = Inline
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def apply(self, function, arguments):
-            return function(*arguments)
-
-    monkeypatch.setattr(cost.multiprocessing, "get_context", Inline)
+    monkeypatch.setattr(cost, "alone", lambda function, *args: function(*args))
     words = ("--batch", 2, "--length", 32, "--rounds", 1, "--shares", 0.5, "--device", "cpu")
     status, out, _ = cli(cost, *words)
     rows = [line.split("|") for line in out.splitlines() if line.startswith("|    50%")]

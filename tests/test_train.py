@@ -448,7 +448,7 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
             gradients = [weight.grad.flatten() for weight in model.parameters()]
             expected = expected + torch.cat([both.detach(), *gradients])
         for _ in range(3):
-            args.batch_tokens = rng.choice([1, 128, 300, 512, 10**6])
+            args.batch_tokens = rng.choice([1, 128, 300, 512, 2000])
             monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
             worlds, longest = rng.randint(1, 3), rng.choice([0, 0, 100, 150])
             found = whole_step(model, examples, args, worlds, longest)
