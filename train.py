@@ -816,6 +816,8 @@ class Trainer:
                         self.save()
                     bar.set_postfix({k: v for k, v in record.items() if k in POSTFIX})
                     bar.update(100 * min(1.0, self.progress()) - bar.n)
+        if self.sharded:
+            dist.barrier()  # the first process to end takes the meeting place with it
         if stop and not self.finished():
             sys.exit(128 + stop)
 
@@ -914,19 +916,30 @@ def prepare(args: argparse.Namespace, device, dtype) -> tuple[Qwen2, Chat, Datas
 def main() -> None:
     args = parse_arguments()
     device, dtype = place(args.device, args.dtype)
+    if dist.is_torchelastic_launched():
+        device = join(device)
+    with together():
+        model, chat, data, found = prepare(args, device, dtype)
+    trainer = Trainer(model, chat, data, dtype, args)
+    if found:
+        trainer.resume(found)
+    trainer.run()
+
+
+def start() -> None:
+    """Run main. Under torchrun, end without taking the interpreter down: gloo's threads, still
+    there, may abort it."""
+    status = 0
     try:
-        if dist.is_torchelastic_launched():
-            device = join(device)
-        with together():
-            model, chat, data, found = prepare(args, device, dtype)
-        trainer = Trainer(model, chat, data, dtype, args)
-        if found:
-            trainer.resume(found)
-        trainer.run()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        run(main)
+    except SystemExit as stop:
+        status = stop.code
+    if dist.is_torchelastic_launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    run(main)
+    start()

@@ -22,7 +22,7 @@ RUN += ("--batch", 4, "--held-out", 4, "--device", "cpu")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
 # Logits a few at a time, and in every process another number of times.
 CHUNKED = "import model, os; model.LOGITS_AT_A_TIME = 640 * (7 + 40 * int(os.getenv('RANK', 0))); "
-CHUNKED += "import train; train.run(train.main)"
+CHUNKED += "import train; train.start()"
 
 
 def start(*words: object, launcher=(sys.executable,), script=("train.py",)) -> subprocess.Popen:
