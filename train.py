@@ -763,6 +763,7 @@ class Trainer:
             if self.signal and not self.sharded:  # torchrun itself sends a second one
                 raise KeyboardInterrupt
             self.signal = signum
+            say("stopping after this step")
 
         former = {s: signal.signal(s, remember) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
