@@ -11,7 +11,7 @@ threshold decoding is about. Everything follows from fixed seeds; no training pr
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -74,6 +74,17 @@ GAIN_PACKED = [
     "A friend brings {a} {c}. Each of them holds {b} {t}.",
     "{they} gets {a} {c} with {b} {t} in each as a present.",
 ]
+LOSE_PACKED = [
+    "{they} sells {a} {c} with {b} {t} in each.",
+    "{they} takes {a} {c} to school. Each of them holds {b} {t}.",
+    "{they} gives {a} {c} with {b} {t} in each to a friend.",
+]
+DISTRACTIONS = [
+    "{m} has {d} {u}.",
+    "{n} has {d} {u}, too.",
+    "The friends of {m} have {d} {t}.",
+    "It takes {n} {d} minutes to count them.",
+]
 ASK = [
     "How many {t} does {n} have now?",
     "How many {t} are there in the end?",
@@ -86,60 +97,118 @@ END_SAID = [
 ]
 
 
-def problem(rng: random.Random) -> dict:
-    """One row: `prompt` (the question), `response` (the steps), `answer` (the number)."""
-    girl = rng.random() < 0.5
-    words = {
-        "n": rng.choice(GIRLS if girl else BOYS),
-        "they": "She" if girl else "He",
-        "t": rng.choice(THINGS),
-        "c": rng.choice(BOXES),
-    }
-    asked, said = [], []
+class Story:
+    """Somebody has some things; sentence by sentence it is asked and answered how many."""
 
-    def step(question: list[str], answer: list[str], **numbers: int) -> None:
-        for phrasings, sentences in ((question, asked), (answer, said)):
+    def __init__(self, rng: random.Random):
+        girl = rng.random() < 0.5
+        self.rng, self.total = rng, 0
+        self.words = {
+            "n": rng.choice(GIRLS if girl else BOYS),
+            "they": "She" if girl else "He",
+            "t": rng.choice(THINGS),
+            "c": rng.choice(BOXES),
+        }
+        self.asked, self.said = [], []
+
+    def step(self, question: list[str], answer: list[str], **numbers: int) -> None:
+        for phrasings, sentences in ((question, self.asked), (answer, self.said)):
             if phrasings:
-                [phrasing] = rng.choices(phrasings, weights=(6, 3, 1))
-                sentences.append(phrasing.format(**words, **numbers))
+                [phrasing] = self.rng.choices(phrasings, weights=(6, 3, 1))
+                sentences.append(phrasing.format(**self.words, **numbers))
 
-    def packed(question: list[str]) -> int:
-        a, b = rng.randint(2, 9), rng.randint(2, 12)
-        step(question, PACKED_SAID, a=a, b=b, r=a * b)
+    def begin(self, total: int) -> None:
+        self.total = total
+        self.step(START, START_SAID, a=total)
+
+    def packed(self, question: list[str], most: int = 12) -> int:
+        """A product; how many things those are."""
+        a, b = self.rng.randint(2, 9), self.rng.randint(2, most)
+        self.step(question, PACKED_SAID, a=a, b=b, r=a * b)
         return a * b
 
-    def change(total: int) -> int:
-        if total < 2 or rng.random() < 0.5:
-            b = rng.randint(2, 60)
-            step(GAIN, GAIN_SAID, a=total, b=b, r=total + b)
-            return total + b
-        b = rng.randint(1, total - 1)
-        step(LOSE, LOSE_SAID, a=total, b=b, r=total - b)
-        return total - b
+    def gain(self, b: int, question: list[str]) -> None:
+        before, self.total = self.total, self.total + b
+        self.step(question, GAIN_SAID, a=before, b=b, r=self.total)
 
+    def lose(self, b: int, question: list[str]) -> None:
+        before, self.total = self.total, self.total - b
+        self.step(question, LOSE_SAID, a=before, b=b, r=self.total)
+
+    def change(self) -> None:
+        if self.total < 2 or self.rng.random() < 0.5:
+            self.gain(self.rng.randint(2, 60), GAIN)
+        else:
+            self.lose(self.rng.randint(1, self.total - 1), LOSE)
+
+    def row(self) -> dict:
+        """`prompt` (the question), `response` (the steps), `answer` (the number)."""
+        self.step(ASK, END_SAID, r=self.total)
+        prompt, response = " ".join(self.asked), " ".join(self.said)
+        return {"prompt": prompt, "response": response, "answer": str(self.total)}
+
+
+def problem(rng: random.Random) -> dict:
+    """One or two operations."""
+    story = Story(rng)
     if rng.random() < 0.4:  # a product, and perhaps a sum or a difference
-        total, changes = packed(PACKED), rng.randint(0, 1)
+        story.total, changes = story.packed(PACKED), rng.randint(0, 1)
     else:
         total, changes = rng.randint(5, 90), rng.randint(1, 2)
-        step(START, START_SAID, a=total)
+        story.begin(total)
         if changes == 2 and rng.random() < 0.5:  # a product and a sum
-            before, gained, changes = total, packed(GAIN_PACKED), 0
-            total = before + gained
-            step([], GAIN_SAID, a=before, b=gained, r=total)
+            story.gain(story.packed(GAIN_PACKED), [])
+            changes = 0
     for _ in range(changes):
-        total = change(total)
-    step(ASK, END_SAID, r=total)
-    return {"prompt": " ".join(asked), "response": " ".join(said), "answer": str(total)}
+        story.change()
+    return story.row()
 
 
-def problems(seed: int, avoid: set[str]) -> Iterator[dict]:
+def hard_problem(rng: random.Random) -> dict:
+    """One to six operations on numbers up to 999, among up to two sentences beside the point."""
+    story, operations = Story(rng), rng.randint(1, 6)
+    if operations > 1 and rng.random() < 0.3:
+        story.total, operations = story.packed(PACKED, most=60), operations - 1
+    else:
+        story.begin(rng.randint(10, 600))
+    while operations:
+        gains = story.total < max(2, rng.randint(0, 999))
+        room = 999 - story.total if gains else story.total - 1
+        change, question = (story.gain, GAIN) if gains else (story.lose, LOSE)
+        if operations > 1 and room >= 18 and rng.random() < 0.3:
+            packed = story.packed(GAIN_PACKED if gains else LOSE_PACKED, most=min(30, room // 9))
+            change(packed, [])
+            operations -= 2
+        else:
+            change(rng.randint(1, min(room, 400)), question)
+            operations -= 1
+    for _ in range(rng.randint(0, 2)):
+        other = {"m": rng.choice(GIRLS + BOYS), "u": rng.choice(THINGS), "d": rng.randint(2, 400)}
+        if other["m"] != story.words["n"] and other["u"] != story.words["t"]:
+            sentence = rng.choice(DISTRACTIONS).format(**story.words, **other)
+            story.asked.insert(rng.randint(1, len(story.asked)), sentence)
+    return story.row()
+
+
+World = Callable[[random.Random], dict]
+
+
+def problems(world: World, seed: int, avoid: set[str]) -> Iterator[dict]:
     """Rows without end; none has a prompt out of `avoid`, and none comes twice."""
     rng, seen = random.Random(seed), set(avoid)
     while True:
-        row = problem(rng)
+        row = world(rng)
         if row["prompt"] not in seen:
             seen.add(row["prompt"])
             yield row
+
+
+def split(world: World, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[list, list]:
+    """Training and test rows; no prompt is in both."""
+    generator = problems(world, 1, set())
+    test = [next(generator) for _ in range(test_rows)]
+    generator = problems(world, 2, {row["prompt"] for row in test})
+    return [next(generator) for _ in range(train_rows)], test
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -202,16 +271,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, help="write only a training file, of this many rows")
     parser.add_argument("--out", type=Path, default=HERE / "train.jsonl", help="its name")
+    parser.add_argument("--hard", action="store_true", help="the world of bench/reproduce.py")
     args = parser.parse_args()
-    if args.rows is not None and (args.rows < 1 or args.out == parser.get_default("out")):
-        parser.error("--rows needs a number above 0 and another --out than the committed file")
+    default = args.out == parser.get_default("out")
+    if (args.rows or 1) < 1 or (args.rows is not None or args.hard) == default:
+        parser.error("--rows N (N > 0) and --hard need an --out, another than the committed file")
 
-    generator = problems(1, set())
-    test = [next(generator) for _ in range(TEST_ROWS)]
-    generator = problems(2, {row["prompt"] for row in test})
-    train = [next(generator) for _ in range(args.rows or TRAIN_ROWS)]
+    train, test = split(hard_problem if args.hard else problem, args.rows or TRAIN_ROWS)
     write(args.out, train)
-    if not args.rows:
+    if default:
         write(HERE / "test.jsonl", test)
         write_base(train_tokenizer(train))
 

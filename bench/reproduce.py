@@ -1,0 +1,320 @@
+"""Every claim of the paper at a scale that a laptop reaches, from one command.
+
+    python bench/reproduce.py                        # all of it: half a day on 2 cores; see --jobs
+    python bench/reproduce.py --seed 0 --stage sft   # one piece of it; train.py's own resume inside
+    python bench/reproduce.py --quick                # some minutes, from toy/sft, on easy problems
+
+Every piece trains one model (a command of train.py or bench/controls.py, two of which may run side
+by side on one thread each), decodes the problems with it in several ways, and keeps what came of
+each problem under bench/results/cache. What is there already is not computed again: with the
+committed cache this command only draws. The tables, verdicts and plots are bench/report.py's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from tqdm import tqdm
+
+from bench.controls import Jacobi, diffuse
+from bench.pareto import ROOT, encode, last_number
+from decode import generate
+from model import Chat, Qwen2, UserError, load, place, replace, run
+from toy.make import World, hard_problem, problem, split, write
+
+WORK, CACHE = ROOT / "bench/work", ROOT / "bench/results/cache"
+TAUS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+ENTROPIES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # nats; what passes is below
+MARGINS = (0.95, 0.9, 0.8, 0.6, 0.4, 0.2)
+ROWS = 64  # problems decoded at a time
+GUESSES = 16  # of Jacobi decoding
+
+# ------------------------------------------------------------------------------------ what is done
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A training run and what is decoded with it. B is the block size, also of the decoder."""
+
+    script: str = "train.py"
+    words: tuple[str, ...] = ()  # options that make it this stage
+    B: int = 4
+    decode: tuple[str, ...] = ("tau 1",)  # see `settings`
+    seeds: int = 1  # for how many seeds
+    start: str = "sft"  # the stage whose model it starts from
+
+
+FINE = ("tau 1", "paper", "ours", "verify")
+MARS = Stage(words=("--block", "4"), decode=FINE, seeds=3)
+STAGES = {
+    "base": Stage(script="", start=""),
+    "sft": Stage(words=("--objective", "sft"), decode=("tau 1", "jacobi"), seeds=3, start="base"),
+    "ar": Stage(words=("--objective", "sft"), seeds=3),
+    "mars-4": MARS,
+    "diffusion": Stage("bench/controls.py", ("diffusion",), decode=("diffusion",), seeds=3),
+    "mars-8": Stage(words=("--block", "8"), B=8, decode=FINE),
+    "mars-16": Stage(words=("--block", "16"), B=16, decode=FINE),
+}
+for B in (4, 8, 16):
+    words, some = ("--block", str(B), "--ar-weight", "0"), ("tau 1", "paper .95")
+    STAGES[f"no-clean-{B}"] = Stage(words=words, B=B, decode=some)
+    STAGES[f"over-t-{B}"] = Stage("bench/controls.py", ("over-t", *words), B=B, decode=some)
+STAGES |= {
+    "distill": Stage(words=("--block", "4", "--distill"), decode=FINE),
+    "fixed": Stage(words=("--block", "4", "--block-phase", "fixed"), decode=FINE),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of it, on which problems."""
+
+    world: World
+    train_rows: int
+    problems: int
+    sft: tuple[str, ...]  # options of train.py; none: toy/sft is the model
+    mars: tuple[str, ...]  # of all stages behind it
+    stages: tuple[str, ...]
+    seeds: int
+    work: Path
+    cache: Path
+
+    def pieces(self) -> Iterator[tuple[int, str]]:
+        """(seed, stage), in an order in which none comes before what it starts from."""
+        for name in self.stages:
+            for seed in range(min(self.seeds, STAGES[name].seeds)):
+                yield seed, name
+
+
+FULL = Plan(
+    world=hard_problem,
+    train_rows=60_000,
+    problems=1000,
+    sft=("--steps", "900", "--batch", "32", "--lr", "2e-3"),
+    mars=("--steps", "500", "--batch", "32", "--lr", "1e-3"),
+    stages=tuple(STAGES),
+    seeds=3,
+    work=WORK / "full",
+    cache=CACHE,
+)
+QUICK = Plan(
+    world=problem,
+    train_rows=20_000,
+    problems=500,
+    sft=(),
+    mars=("--steps", "150", "--batch", "64", "--lr", "1e-3"),
+    stages=("sft", "ar", "mars-4", "diffusion", "no-clean-4"),
+    seeds=1,
+    work=WORK / "quick",
+    cache=WORK / "quick/cache",
+)
+
+
+def settings(kind: str, B: int, seed: int) -> dict[str, dict]:
+    """Ways to decode by name: options of `generate`.
+
+    The paper's decoder with B reads one candidate less than B masks give: it is ours with B - 1.
+    """
+    paper, ours = {"block": B - 1}, {"block": B}
+    if kind == "paper":
+        ways = {f"paper {tau:g}": paper | {"tau": tau} for tau in TAUS}
+        metrics = {"entropy": ENTROPIES, "margin": MARGINS} if (B, seed) == (4, 0) else {}
+        for metric, taus in metrics.items():
+            ways |= {f"{metric} {tau:g}": paper | {"tau": tau, "metric": metric} for tau in taus}
+        return ways
+    if kind == "ours":
+        return {f"ours {tau:g}": ours | {"tau": tau} for tau in TAUS}
+    if kind == "verify":
+        return {f"verify {tau:g}": ours | {"tau": tau, "verify": True} for tau in (0.0, 0.5)}
+    if kind == "paper .95":
+        return {"paper 0.95": paper | {"tau": 0.95}}
+    return {kind: {"tau": 1.0}}
+
+
+# ------------------------------------------------------------------------------------------ pieces
+
+
+class Piece:
+    """One stage with one seed: its model, and its record in the cache."""
+
+    def __init__(self, plan: Plan, seed: int, name: str):
+        self.plan, self.seed, self.name, self.stage = plan, seed, name, STAGES[name]
+        self.path = plan.cache / f"{name}-{seed}.json"
+        self.record = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def model(self) -> Path:
+        """Where its model is, or will be."""
+        if self.name == "base" or (self.name == "sft" and not self.plan.sft):
+            return ROOT / "toy/sft"
+        return self.plan.work / f"{self.name}-{self.seed}"
+
+    def decoding(self) -> dict[str, dict]:
+        ways = [settings(kind, self.stage.B, self.seed) for kind in self.stage.decode]
+        return {name: options for way in ways for name, options in way.items()}
+
+    def missing(self) -> list[str]:
+        return [way for way in self.decoding() if way not in self.record.get("decoded", {})]
+
+    def lacks(self) -> bool:
+        trained = "trained" in self.record or self.model() == ROOT / "toy/sft"
+        return not trained or bool(self.missing())
+
+    def keep(self) -> None:
+        """Write the record; a line per entry, so that a diff shows what changed."""
+        self.record["machine"] = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+        self.record["versions"] = f"Python {platform.python_version()}, torch {torch.__version__}"
+        self.record["date"] = datetime.date.today().isoformat()
+        self.plan.cache.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.record, indent=1) + "\n"
+        replace({self.path: lambda path: path.write_text(text)})
+
+    def command(self) -> list[str]:
+        start = Piece(self.plan, self.seed, self.stage.start).model()
+        schedule = self.plan.sft if self.name == "sft" else self.plan.mars
+        words = [*self.stage.words, "--model", start, "--data", self.plan.work / "train.jsonl"]
+        words += ["--out", self.model(), "--seed", self.seed, *schedule]
+        words += ["--save-every", "50", "--held-out", "256"]
+        return [self.stage.script, *(str(w).removeprefix(f"{ROOT}/") for w in words)]
+
+    def train(self) -> None:
+        """Run the command, if it has not been; it goes on from where it was stopped."""
+        if self.model() == ROOT / "toy/sft" or "trained" in self.record:
+            return
+        command, began = self.command(), time.perf_counter()
+        log = self.model().with_suffix(".txt")
+        with open(log, "w") as file:
+            words = [sys.executable, *command, "--resume"]
+            done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise UserError(f"{' '.join(command)}: ended with {done.returncode}; see {log}")
+        lines = [json.loads(line) for line in open(self.model() / "log.jsonl")]
+        ahead = {line["step"]: line["look_ahead"] for line in lines if "look_ahead" in line}
+        self.record["command"] = "python " + " ".join(command)
+        self.record["trained"] = {
+            "seconds": round(time.perf_counter() - began),
+            "last": {key: lines[-1][key] for key in ("noisy", "clean") if key in lines[-1]},
+            "look_ahead": ahead,
+        }
+        self.keep()
+
+    def decode(self, problems: list[dict]) -> None:
+        ways = self.missing()
+        if not ways:
+            return
+        model, chat = load(str(self.model()), *place("auto", None))
+        for way in tqdm(ways, desc=f"{self.name}, seed {self.seed}", leave=False):
+            result = decoded(model, chat, problems, way, self.decoding()[way])
+            self.record.setdefault("decoded", {})[way] = result
+            self.keep()
+
+
+def decoded(model: Qwen2, chat: Chat, problems: list[dict], way: str, options: dict) -> dict:
+    """Which problems were right, as a text of 0 and 1, and what the tokens cost."""
+    began = time.perf_counter()
+    prompts = encode(chat, problems)
+    if way == "diffusion":
+        starts = range(0, len(prompts), ROWS)
+        tokens = [answer for i in starts for answer in diffuse(model, prompts[i : i + ROWS])]
+        forwards = sum(map(len, tokens))
+    else:
+        if way == "jacobi":
+            decoder = Jacobi(model, prompts, GUESSES, ROWS)
+            answers = list(decoder.waiting)
+            for _ in decoder:
+                pass
+        else:
+            answers = generate(model, prompts, ROWS, **options)
+        tokens, forwards = [a.tokens for a in answers], sum(a.forwards for a in answers)
+    said = [last_number(chat.decode(answer)) for answer in tokens]
+    return {
+        "right": "".join(str(int(s == p["answer"])) for s, p in zip(said, problems)),
+        "tokens": sum(map(len, tokens)),
+        "forwards": forwards,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+# ----------------------------------------------------------------------------------------- the run
+
+
+def make_data(plan: Plan) -> list[dict]:
+    """The problems; the rows to train on go into a file."""
+    rows, problems = split(plan.world, plan.train_rows, plan.problems)
+    plan.work.mkdir(parents=True, exist_ok=True)
+    if not (plan.work / "train.jsonl").exists():
+        write(plan.work / "train.jsonl", rows)
+    return problems
+
+
+def one(plan: Plan, seed: int, name: str) -> None:
+    piece = Piece(plan, seed, name)
+    problems = make_data(plan)
+    piece.train()
+    piece.decode(problems)
+
+
+def all_of(plan: Plan, jobs: int, quick: bool) -> None:
+    """Every piece in a process of its own, `jobs` at a time."""
+    pieces = [Piece(plan, *key) for key in plan.pieces()]
+    lacking = {(piece.seed, piece.name): piece for piece in pieces if piece.lacks()}
+    if not lacking:
+        return
+    make_data(plan)
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    bar, done = tqdm(total=len(lacking), desc="pieces"), {}
+
+    def work(piece: Piece) -> None:
+        if before := done.get((piece.seed, piece.stage.start)):  # it was begun earlier
+            before.result()
+        words = [sys.executable, __file__, "--seed", str(piece.seed), "--stage", piece.name]
+        words += ["--quick"] if quick else []
+        ended = subprocess.run(words, env=os.environ | threads, stderr=subprocess.PIPE, text=True)
+        if ended.returncode:
+            raise UserError(f"{piece.name}, seed {piece.seed}: {ended.stderr.strip()[-300:]}")
+        bar.update()
+
+    with ThreadPoolExecutor(jobs) as pool, bar:
+        for key, piece in lacking.items():
+            done[key] = pool.submit(work, piece)
+        for future in done.values():
+            future.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Every claim of the paper at a scale that a laptop reaches.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    # fmt: off
+    add("--quick", action="store_true", help="some minutes: easy problems, one seed, fewer models")
+    add("--stage", choices=STAGES, help="only this piece; then --seed says with which seed")
+    add("--seed", type=int, default=0, help="of a piece: 0, 1 or 2")
+    add("--jobs", type=int, default=os.cpu_count(), help="pieces at a time")
+    # fmt: on
+    args = parser.parse_args()
+    plan = QUICK if args.quick else FULL
+    if args.stage:
+        if (args.seed, args.stage) not in plan.pieces():
+            raise UserError(f"--stage {args.stage} --seed {args.seed}: not a piece of this plan")
+        one(plan, args.seed, args.stage)
+        return
+    if args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs}: must be at least 1")
+    all_of(plan, args.jobs, args.quick)
+
+
+if __name__ == "__main__":
+    run(main)
