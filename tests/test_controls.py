@@ -17,7 +17,6 @@ from bench.controls import (
     noise,
     over_t,
 )
-from bench.reproduce import FULL, STAGES, settings
 from decode import generate
 from train import Example
 
@@ -157,12 +156,3 @@ def test_arms_exchange_what_train_has():
     """A function renamed in train.py would leave the control without its effect."""
     for functions in ARMS.values():
         assert all(callable(getattr(train, name)) for name in functions)
-
-
-def test_every_piece_comes_behind_what_it_starts_from():
-    seen = set()
-    for seed, name in FULL.pieces():
-        start = STAGES[name].start
-        assert not start or start == "base" or (seed, start) in seen
-        seen.add((seed, name))
-    assert {("paper 0.95"), ("entropy 0.05")} <= settings("paper", 4, 0).keys()

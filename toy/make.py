@@ -168,7 +168,7 @@ def hard_problem(rng: random.Random) -> dict:
     """One to six operations on numbers up to 999, among up to two sentences beside the point."""
     story, operations = Story(rng), rng.randint(1, 6)
     if operations > 1 and rng.random() < 0.3:
-        story.total, operations = story.packed(PACKED, most=60), operations - 1
+        story.total, operations = story.packed(PACKED, most=20), operations - 1
     else:
         story.begin(rng.randint(10, 600))
     while operations:
@@ -176,11 +176,11 @@ def hard_problem(rng: random.Random) -> dict:
         room = 999 - story.total if gains else story.total - 1
         change, question = (story.gain, GAIN) if gains else (story.lose, LOSE)
         if operations > 1 and room >= 18 and rng.random() < 0.3:
-            packed = story.packed(GAIN_PACKED if gains else LOSE_PACKED, most=min(30, room // 9))
+            packed = story.packed(GAIN_PACKED if gains else LOSE_PACKED, most=min(20, room // 9))
             change(packed, [])
             operations -= 2
         else:
-            change(rng.randint(1, min(room, 400)), question)
+            change(rng.randint(1, min(room, 99)), question)
             operations -= 1
     for _ in range(rng.randint(0, 2)):
         other = {"m": rng.choice(GIRLS + BOYS), "u": rng.choice(THINGS), "d": rng.randint(2, 400)}
