@@ -56,24 +56,26 @@ class Stage:
     start: str = "sft"  # the stage whose model it starts from
 
 
-FINE = ("tau 1", "paper", "ours", "verify")
-MARS = Stage(words=("--block", "4"), decode=FINE, seeds=3)
 STAGES = {
     "base": Stage(script="", start=""),
     "sft": Stage(words=("--objective", "sft"), decode=("tau 1", "jacobi"), seeds=3, start="base"),
     "ar": Stage(words=("--objective", "sft"), seeds=3),
-    "mars-4": MARS,
+    "mars-4": Stage(
+        words=("--block", "4"), decode=("tau 1", "paper", "metrics", "ours", "verify"), seeds=3
+    ),
     "diffusion": Stage("bench/controls.py", ("diffusion",), decode=("diffusion",), seeds=3),
-    "mars-8": Stage(words=("--block", "8"), B=8, decode=FINE),
-    "mars-16": Stage(words=("--block", "16"), B=16, decode=FINE),
+    "mars-8": Stage(words=("--block", "8"), B=8, decode=("tau 1", "paper", "verify")),
+    "mars-16": Stage(words=("--block", "16"), B=16, decode=("tau 1", "paper", "verify")),
 }
 for B in (4, 8, 16):
     words, some = ("--block", str(B), "--ar-weight", "0"), ("tau 1", "paper .95")
     STAGES[f"no-clean-{B}"] = Stage(words=words, B=B, decode=some)
     STAGES[f"over-t-{B}"] = Stage("bench/controls.py", ("over-t", *words), B=B, decode=some)
 STAGES |= {
-    "distill": Stage(words=("--block", "4", "--distill"), decode=FINE),
-    "fixed": Stage(words=("--block", "4", "--block-phase", "fixed"), decode=FINE),
+    "distill": Stage(words=("--block", "4", "--distill"), decode=("tau 1", "ours", "verify")),
+    "fixed": Stage(
+        words=("--block", "4", "--block-phase", "fixed"), decode=("tau 1", "ours", "verify")
+    ),
 }
 
 
@@ -103,7 +105,7 @@ FULL = Plan(
     train_rows=60_000,
     problems=1000,
     sft=("--steps", "900", "--batch", "32", "--lr", "2e-3"),
-    mars=("--steps", "500", "--batch", "32", "--lr", "1e-3"),
+    mars=("--steps", "400", "--batch", "32", "--lr", "1e-3"),
     stages=tuple(STAGES),
     seeds=3,
     work=WORK / "full",
@@ -129,15 +131,15 @@ def settings(kind: str, B: int, seed: int) -> dict[str, dict]:
     """
     paper, ours = {"block": B - 1}, {"block": B}
     if kind == "paper":
-        ways = {f"paper {tau:g}": paper | {"tau": tau} for tau in TAUS}
-        metrics = {"entropy": ENTROPIES, "margin": MARGINS} if (B, seed) == (4, 0) else {}
-        for metric, taus in metrics.items():
-            ways |= {f"{metric} {tau:g}": paper | {"tau": tau, "metric": metric} for tau in taus}
-        return ways
+        return {f"paper {tau:g}": paper | {"tau": tau} for tau in TAUS}
     if kind == "ours":
         return {f"ours {tau:g}": ours | {"tau": tau} for tau in TAUS}
+    if kind == "metrics":  # with one seed
+        pairs = [("entropy", tau) for tau in ENTROPIES] + [("margin", tau) for tau in MARGINS]
+        pairs = [] if seed else pairs
+        return {f"{m} {tau:g}": paper | {"tau": tau, "metric": m} for m, tau in pairs}
     if kind == "verify":
-        return {f"verify {tau:g}": ours | {"tau": tau, "verify": True} for tau in (0.0, 0.5)}
+        return {"verify": ours | {"tau": 0.0, "verify": True}}
     if kind == "paper .95":
         return {"paper 0.95": paper | {"tau": 0.95}}
     return {kind: {"tau": 1.0}}

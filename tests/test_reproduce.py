@@ -27,11 +27,11 @@ def test_a_piece_is_trained_and_decoded_once(plan, monkeypatch):
     piece = Piece(plan, 0, "mars-4")
     assert not piece.lacks()
     decoded = piece.record["decoded"]
-    assert {"tau 1", "paper 0.95", "ours 0.5", "verify 0", "entropy 0.1"} <= decoded.keys()
+    assert {"tau 1", "paper 0.95", "ours 0.5", "verify", "entropy 0.1"} <= decoded.keys()
     assert decoded["tau 1"]["tokens"] == decoded["tau 1"]["forwards"]
     # Lossless, and what the last mask says comes on top of what the paper reads.
-    assert decoded["verify 0"]["right"] == decoded["tau 1"]["right"]
-    assert decoded["verify 0"]["forwards"] < decoded["tau 1"]["forwards"]
+    assert decoded["verify"]["right"] == decoded["tau 1"]["right"]
+    assert decoded["verify"]["forwards"] < decoded["tau 1"]["forwards"]
     assert len(decoded["tau 1"]["right"]) == 6 and len(piece.record["trained"]["look_ahead"]) == 1
 
     monkeypatch.setattr(reproduce, "load", None)  # neither a model nor a training is needed now
