@@ -317,6 +317,8 @@ def initialize(config: Config, seed: int) -> Qwen2:
 def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; is {path.parent} a checkpoint?") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(content, dict):

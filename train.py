@@ -491,6 +491,8 @@ def shard(model: Qwen2, dtype: torch.dtype) -> None:
 
 
 STATE = ("model_state_dict", "optim_state_dict")
+PROGRESS = {"step", "consumed", "skipped", "finished", "run"}
+DAMAGED = "damaged; without it, the one before is taken"
 
 
 class Checkpoints:
@@ -509,7 +511,10 @@ class Checkpoints:
     def newest(self) -> dict | None:
         """Its progress, if there is one."""
         paths = self.paths()
-        return read_json(paths[-1] / "progress.json") if paths else None
+        found = read_json(paths[-1] / "progress.json") if paths else None
+        if found is not None and not PROGRESS <= set(found):
+            raise UserError(f"{paths[-1]}: {DAMAGED}")
+        return found
 
     def save(self, model: Qwen2, optimizer: torch.optim.Optimizer, progress: dict) -> None:
         path = self.directory / f"step-{progress['step']:08d}"
@@ -535,7 +540,7 @@ class Checkpoints:
 
     def load(self, model: Qwen2, optimizer: torch.optim.Optimizer) -> None:
         path = self.paths()[-1]
-        with together(f"{path}: damaged; without it, the one before is taken"):
+        with together(f"{path}: {DAMAGED}"):
             state = dict(zip(STATE, get_state_dict(model, optimizer)))
             dcp.load(state, checkpoint_id=path)
             set_state_dict(model, optimizer, **state)
@@ -754,6 +759,8 @@ class Trainer:
             return open(path, "a")
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written to ({error.strerror})") from None
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: has a line that is not a step's; move it away") from None
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -877,6 +884,8 @@ def resumable(args: argparse.Namespace, rows: Rows) -> dict | None:
     found, out = Checkpoints(args.out, args.keep).newest(), args.out
     if found and not args.resume and not found["finished"]:
         raise UserError(f"--out {out}: has an unfinished run; --resume it, or take another")
+    if found and not args.resume:
+        say(f"{out}: the finished run there is replaced")
     if not found and args.resume:
         say(f"{out}: no checkpoint to go on from, so from the beginning")
     if not found or not args.resume:
@@ -896,6 +905,8 @@ def prepare(args: argparse.Namespace, device, dtype) -> tuple[Qwen2, Chat, Datas
     if args.max_length > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise UserError(f"--max-length {args.max_length}: the model has {limit} positions")
+    if args.block > args.max_length:
+        raise UserError(f"--block {args.block}: more than --max-length {args.max_length}")
     rows = Rows(args.data)
     found = resumable(args, rows)
     check_memory(config, args, device, dtype)

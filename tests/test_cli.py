@@ -369,7 +369,7 @@ BREAKAGES = {
         lambda d: truncate(d / "config.json") or (d / "config.json").write_text("{"),
         "config.json: cannot be read",
     ),
-    "config.json missing": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
+    "config.json missing": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
     "weights missing": (
         lambda d: (d / "model.safetensors").unlink(),
         "no such file (to start without",
@@ -505,9 +505,11 @@ def test_bad_data(cli, tmp_path, data, content, message):
         (("--clip", 0), "--clip 0.0: must be at least 1e-06"),
         (("--warmup", 1), "--warmup 1.0: must be at least 0 and below 1"),
         (("--held-out", -1), "--held-out -1: must be at least 0"),
+        (("--block", 1000), "--block 1000: more than --max-length 512"),
         (("--seed", 10**30), "must be at least 0 and below 9.22337e+18"),
         (("--max-length", 4096), "--max-length 4096: the model has 2048 positions"),
         (("--model", "no/such/place"), "'no/such/place': no such directory"),
+        (("--model", ROOT / "toy"), "config.json: no such file; is "),
         (("--data", "/"), "/: cannot be read (Is a directory)"),
     ],
 )
@@ -575,6 +577,9 @@ def test_a_damaged_checkpoint(cli, tmp_path, data):
     (newest / "progress.json").write_text("{")
     status, out, err = cli(train, *given)
     assert status == 2 and "progress.json: cannot be read as JSON" in err
+    (newest / "progress.json").write_text("{}")  # was once taken for no checkpoint at all
+    status, out, err = cli(train, *given)
+    assert status == 2 and message in err
     shutil.rmtree(newest)
     status, out, err = cli(train, *given)
     assert status == 0 and "resumed at step 3" in out
@@ -584,6 +589,21 @@ def test_a_damaged_checkpoint(cli, tmp_path, data):
         assert cli(train, *given)[0] == 0
         lines = (tmp_path / "log.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [4]
+
+
+def test_a_note_in_the_log(cli, tmp_path, data):
+    """Somebody's own line in log.jsonl was once a traceback."""
+    given = ["--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path, "--batch", 2]
+    assert cli(train, *given, "--steps", 1)[0] == 0
+    status, out, _ = cli(train, *given, "--steps", 1)
+    assert status == 0 and "the finished run there is replaced" in out
+    log = tmp_path / "log.jsonl"
+    for note in ("looks good so far", '{"note": 1}', "[]"):
+        log.write_text(log.read_text().splitlines()[0] + f"\n{note}\n")
+        before = log.read_text()
+        status, _, err = cli(train, *given, "--steps", 1, "--resume")
+        assert status == 2 and "has a line that is not a step's; move it away" in err
+        assert "Traceback" not in err and log.read_text() == before
 
 
 def test_too_little_memory(cli, tmp_path, data, monkeypatch):
