@@ -326,19 +326,34 @@ def read_json(path: Path) -> dict:
     return content
 
 
+FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"]
+FILES += ["model.safetensors.index.json", "chat_template.jinja", "added_tokens.json"]
+FILES += ["tokenizer.json", "tokenizer_config.json"]
+
+
 def locate(name: str) -> Path:
-    """The directory `name`, or that repository of the hub, downloaded unless it is in the cache."""
+    """The directory `name`, or the hub's repository, downloaded unless it is in the cache.
+
+    The cache, the progress bar, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are huggingface_hub's.
+    """
     if name and len(name) < 1000 and Path(name).is_dir():
         return Path(name)
     if not re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", name):
         raise UserError(f"{name[:200]!r}: no such directory, and not a hub id (org/name)")
-    from huggingface_hub import snapshot_download  # slow to import, and only needed here
+    from huggingface_hub import constants, errors, snapshot_download  # slow, and only needed here
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-    except Exception as error:  # no network, no such repository, no right to read it: many types
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{name}: no such directory in {Path.cwd()}; the hub: {reason}") from None
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except errors.GatedRepoError:
+        reason = "asks for its terms to be accepted on its page; then set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = "has no such model, or it is private and HF_TOKEN is not a token that may read it"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        offline = "is not asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "does not answer"
+        reason = f"{offline}, and nothing complete was downloaded before"
+    except Exception as error:  # a proxy, a full disk, a file that changed on the way: many types
+        reason = "says: " + str(error).strip().partition("\n")[0]
+    raise UserError(f"{name}: no such directory in {Path.cwd()}; the hub {reason}")
 
 
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -452,6 +467,7 @@ class Chat:
             raise UserError(f"{path}: missing or damaged ({error})") from None
         settings, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         self.settings = read_json(settings) if settings.exists() else {}
+        self._add_tokens(directory / "added_tokens.json")
         self.template = self.settings.pop("chat_template", None) or CHATML
         try:
             if isinstance(self.template, list):  # several, by name
@@ -461,6 +477,23 @@ class Chat:
             self.render = self._compile()
         except (TemplateError, OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{directory}: the chat template is damaged ({error})") from None
+
+    def _add_tokens(self, path: Path) -> None:
+        """Those that tokenizer.json lacks: some checkpoints list what they added beside it."""
+        added = read_json(path) if path.exists() else {}
+        listed = self.settings.get("added_tokens_decoder") or {}
+        try:
+            ids = {**added, **{token["content"]: int(id) for id, token in listed.items()}}
+            pairs = sorted(ids.items(), key=lambda pair: int(pair[1]))
+        except (TypeError, ValueError, AttributeError, KeyError):
+            raise UserError(f"{path.parent}: its list of added tokens is damaged") from None
+        for token, id in pairs:
+            if self.tokenizer.token_to_id(token) is None:
+                special = AddedToken(token, normalized=False, special=True)
+                self.tokenizer.add_special_tokens([special])
+            if self.tokenizer.token_to_id(token) != id:
+                found = self.tokenizer.token_to_id(token)
+                raise UserError(f"{path}: {token} is {id} there, but {found} in tokenizer.json")
 
     def _compile(self) -> Callable[..., str]:
         """With transformers' whitespace rules, and sandboxed: it is a program from a stranger."""

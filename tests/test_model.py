@@ -349,6 +349,35 @@ def test_a_head_in_the_file_is_the_head(checkpoint):
     assert not model.config.tie_word_embeddings and torch.equal(model.lm_head.weight, head)
 
 
+def test_tokens_that_are_listed_beside_the_tokenizer(checkpoint):
+    """added_tokens.json or tokenizer_config.json may have the mask, and tokenizer.json may not."""
+    tokenizer, settings = checkpoint / "tokenizer.json", checkpoint / "tokenizer_config.json"
+    whole, mask_id = json.loads(tokenizer.read_text()), Chat(checkpoint).mask_id
+    plain = whole | {"added_tokens": [t for t in whole["added_tokens"] if t["id"] != mask_id]}
+    plain["model"] = whole["model"] | {
+        "vocab": {k: v for k, v in whole["model"]["vocab"].items() if v < mask_id},
+        "merges": [],
+    }
+    tokenizer.write_text(json.dumps(plain))
+    assert Chat(checkpoint).mask_id is None
+    extra = {"<|extra|>": mask_id + 1, "<|mask|>": mask_id}
+    (checkpoint / "added_tokens.json").write_text(json.dumps(extra))
+    chat = Chat(checkpoint)
+    assert chat.mask_id == mask_id and chat.encode("<|extra|>") == [mask_id + 1]
+    (checkpoint / "added_tokens.json").unlink()
+    listed = {str(id): {"content": token, "special": True} for token, id in extra.items()}
+    settings.write_text(json.dumps({"added_tokens_decoder": listed}))
+    assert Chat(checkpoint).mask_id == mask_id
+    for damage in ('{"<|mask|>": "four"}', '{"<|mask|>": null}'):
+        (checkpoint / "added_tokens.json").write_text(damage)
+        settings.write_text("{}")
+        with pytest.raises(UserError, match="its list of added tokens is damaged"):
+            Chat(checkpoint)
+    (checkpoint / "added_tokens.json").write_text(f'{{"<|mask|>": {mask_id + 7}}}')
+    with pytest.raises(UserError, match=f"<.mask.> is {mask_id + 7} there, but {mask_id} in"):
+        Chat(checkpoint)
+
+
 def test_the_mask_takes_a_free_row_or_a_new_one(tmp_path):
     """Qwen2.5 has rows to spare; the vocabulary of a tokenizer may also be exactly full."""
     text = (
@@ -412,22 +441,6 @@ def test_a_checkpoint_is_replaced_in_one_rename(checkpoint, monkeypatch):
     assert (checkpoint / "model.safetensors").read_bytes() != before
 
 
-def test_hub_ids_are_downloaded(checkpoint, monkeypatch):
-    """org/name goes to the hub; offline, or misspelt, that is one line."""
-    asked = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download",
-        lambda name, allow_patterns: asked.append(name) or str(checkpoint),
-    )
-    assert load("some/model")[0].config.vocab_size == 640 and asked == ["some/model"]
-
-    def offline(name, allow_patterns):
-        raise OSError("cannot reach the hub\nand a long story")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(
-        UserError, match="some/model: no such directory in .*; the hub: cannot reach the hub$"
-    ):
-        load("some/model")
+def test_a_name_that_is_neither_directory_nor_hub_id():
     with pytest.raises(UserError, match="no such directory, and not a hub id"):
         load("no/such/directory")

@@ -1,0 +1,150 @@
+"""Hub ids: the real huggingface_hub client, and a server on loopback that speaks as the hub."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from common import ROOT
+
+COMMIT = "c0ffee" + "0" * 34
+TOKEN = "hf_readsit"
+USELESS = ("training_args.json", "onnx/model.safetensors", "original/model-1.safetensors", "a.bin")
+HEADERS = {"private": "RepoNotFound", "gated": "GatedRepo"}  # which error the hub names
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves `directory` as org/name; anything else is not there."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path, server = self.path.partition("?")[0], self.server
+        server.asked.append(path)
+        files = {str(p.relative_to(server.directory)): p for p in server.directory.rglob("*")}
+        files = {name: p for name, p in files.items() if p.is_file()}
+        allowed = not server.access or self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if "/org/name/" not in path or not allowed:
+            error = HEADERS["private"] if "/org/name/" not in path else HEADERS[server.access]
+            self.answer(403 if error == "GatedRepo" else 401, b"{}", {"X-Error-Code": error})
+        elif path.startswith("/api/models/org/name/revision/"):
+            siblings = [{"rfilename": name} for name in files]
+            self.answer(200, {"id": "org/name", "sha": COMMIT, "siblings": siblings})
+        elif path.startswith("/api/models/org/name/tree/"):
+            entry = {"type": "file", "oid": "0" * 40}
+            self.answer(
+                200, [{**entry, "path": n, "size": p.stat().st_size} for n, p in files.items()]
+            )
+        else:
+            content = files[path.partition(f"/resolve/{COMMIT}/")[2]].read_bytes()
+            tag = f'"{hashlib.sha1(content).hexdigest()}"'
+            self.answer(200, content, {"ETag": tag, "X-Repo-Commit": COMMIT})
+
+    def answer(
+        self, status: int, content: bytes | dict | list, headers: dict | None = None
+    ) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def hub(directory, access=""):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.directory, server.access, server.asked = directory, access, []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def decode(cache, endpoint, model="org/name", **environment) -> subprocess.CompletedProcess:
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE")
+    inherited = {k: v for k, v in os.environ.items() if k not in names}
+    inherited |= {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "decode.py", "--model", model, "--prompt", "Tom owns 4 boxes."]
+    return subprocess.run(
+        [*command, "--max-new", "3", "--device", "cpu"],
+        cwd=ROOT,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A private model as one is published: shards, an index, and things that nobody here needs."""
+    directory = tmp_path / "published"
+    shutil.copytree(ROOT / "toy/mars", directory)
+    weights = directory / "model.safetensors"
+    weights.rename(directory / "model-00001-of-00001.safetensors")
+    from safetensors import safe_open
+
+    with safe_open(directory / "model-00001-of-00001.safetensors", "pt") as file:
+        places = dict.fromkeys(file.keys(), "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in USELESS:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("not for us")
+    return directory
+
+
+def one_line(done: subprocess.CompletedProcess, message: str) -> None:
+    error = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and message in error, done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_private_model_is_fetched_once_and_then_there_offline(published, tmp_path):
+    cache = tmp_path / "cache"
+    with hub(published, "private") as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        online = decode(cache, endpoint, HF_TOKEN=TOKEN)
+        assert online.returncode == 0, online.stderr
+        fetched = {path.partition("/resolve/")[2][41:] for path in server.asked} - {""}
+        assert not fetched & set(USELESS)
+        assert {"config.json", "tokenizer.json", "model-00001-of-00001.safetensors"} <= fetched
+        server.asked.clear()
+        offline = decode(cache, endpoint, HF_HUB_OFFLINE="1")
+        assert not server.asked
+    assert offline.returncode == 0, offline.stderr
+    tokens = [done.stdout.splitlines()[0] for done in (online, offline)]
+    assert tokens[0] == tokens[1] and tokens[0]
+
+
+def test_what_the_hub_refuses(published, tmp_path):
+    with hub(published, "private") as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        done = decode(tmp_path / "a", endpoint, HF_TOKEN="hf_wrong")
+        one_line(done, "org/name: no such directory in ")
+        one_line(done, "the hub has no such model, or it is private and HF_TOKEN is not a token")
+        one_line(decode(tmp_path / "a", endpoint, "no/such-model"), "the hub has no such model")
+        server.access = "gated"
+        message = "the hub asks for its terms to be accepted on its page; then set HF_TOKEN"
+        one_line(decode(tmp_path / "a", endpoint), message)
+    one_line(decode(tmp_path / "a", endpoint), "the hub does not answer, and nothing complete was")
+    done = decode(tmp_path / "a", endpoint, "no/such-model", HF_HUB_OFFLINE="1")
+    one_line(done, "the hub is not asked (HF_HUB_OFFLINE), and nothing complete was downloaded")
