@@ -36,6 +36,8 @@ from model import Chat, Config, Qwen2, UserError, initialize, load, place, run
 BLOCKS = (4, 8, 16, 32, 64, 128, 256)
 SHAPES = {  # Qwen2.5's: hidden, intermediate, layers, heads, KV heads, words, tied embeddings
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
 

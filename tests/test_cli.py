@@ -16,7 +16,7 @@ from common import ROOT
 import decode
 import train
 from bench import burst, cost, exact, pareto, speculative, speed
-from model import Chat, UserError, load, run
+from model import Chat, Qwen2, UserError, load, run
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
 PROMPT += "How many plums does Mia have now?"
@@ -817,3 +817,15 @@ def test_the_memory_in_the_readme():
         config = speed.config_of(shape)
         _, step = train.memory_needed(config, args, torch.bfloat16, processes)
         assert sentence.format(step) in readme
+
+
+def test_the_real_weights_in_the_readme():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if " B |" in line]
+    for row, shape in zip(rows, speed.SHAPES, strict=True):
+        config = speed.config_of(shape)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in Qwen2(config).parameters())
+        keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        cells = [shape, f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.1f} GiB"]
+        cells += [f"{4 * count / 2**30:.1f} GiB", f"{2 * keys * 2 * 1024 / 2**20:.0f} MiB"]
+        assert [cell.strip() for cell in row.strip("|").split("|")] == cells
