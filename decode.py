@@ -30,7 +30,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from os.path import commonprefix  # of any two lists
 from pathlib import Path
@@ -43,6 +43,7 @@ from kv_cache import KVCache
 from model import Chat, Qwen2, UserError, load, place, run
 
 TOY = Path(__file__).parent / "toy" / "mars"
+PREFILL = 4096  # positions of prompts, and of the padding beside shorter ones, in one forward
 METRICS = ("probability", "margin", "entropy")
 Tau = float | Callable[[int], float]  # a number, or a function of how many prompts wait
 
@@ -203,8 +204,10 @@ def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple
     text is NOT a sample of the autoregressive distribution. With `verify`, which checks guesses,
     it is; there a guess is the best token, whatever the temperature.
     """
-    probs = logits.softmax(-1)
     guesses = logits.argmax(-1) if options.verify else choose(logits, batch, options)
+    if guesses.size(1) == 1:  # the first is accepted in any case
+        return guesses, torch.ones_like(guesses[:, 0])
+    probs = logits.softmax(-1)
     limits = [(answer.tau, answer.candidates) if answer else (0, 1) for answer in batch]
     tau, most = torch.tensor(limits, device=probs.device, dtype=probs.dtype).unbind(-1)
     counts = accepted_lengths(confidences(probs, guesses, options.metric), tau, options.metric)
@@ -212,6 +215,27 @@ def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple
 
 
 # ------------------------------------------------------------------------------- the decoding loop
+#
+# On a CPU, reading the weights is what a forward of one position costs, and torch's default kernels
+# read them at half the speed of the memory. What the next two do was measured with
+# bench/peers.py --shape 0.5B.
+
+
+def tall_by_columns(model: Qwen2) -> None:
+    """Lay matrices with more rows than columns out by columns. Shapes and values stay the same."""
+    for weight in model.parameters():
+        if weight.dim() == 2 and weight.size(0) > weight.size(1) and weight.is_contiguous():
+            weight.data = weight.data.t().contiguous().t()
+
+
+@contextmanager
+def no_onednn() -> Iterator[None]:
+    """For bfloat16: torch's own product with one vector is faster, with more it is not."""
+    torch.backends.mkldnn.enabled, before = False, torch.backends.mkldnn.enabled
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def logits_at(model: Qwen2, hidden: Tensor, at: Tensor) -> Tensor:
@@ -242,6 +266,8 @@ class Decoder:
         fed = max(block + 1, min(options.block_cache or 0, options.max_new))
         fed = block * (block + 1) + 1 if options.verify else fed
         dtype = model.model.norm.weight.dtype
+        if (model.device.type, dtype) == ("cpu", torch.float32):
+            tall_by_columns(model)
         capacity = longest + fed + block
         self.cache = KVCache(model.config, len(self.rows), capacity, model.device, dtype)
 
@@ -252,15 +278,10 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Answer, list[int]]]:
-        """Prefill a waiting prompt alone if a row is free, else advance all; [] if none is left."""
-        for r, old in enumerate(self.rows):
-            if self.waiting and (old is None or old.done):
-                new = self.waiting[0]
-                # What the row still holds is not fed again: a conversation, a system message.
-                held = old.ids[: self.cache.lengths[r]] if old else []
-                self.cache.rewind(r, len(commonprefix([held, new.ids[:-1]])))
-                self.rows[r] = self.waiting.popleft()  # after that: Ctrl-C may come in between
-                return self.forward([new], slice(r, r + 1))
+        """Prefill waiting prompts if rows are free, else advance all; [] if none is left."""
+        admitted = self.admit()
+        if self.rows[admitted]:
+            return self.forward(self.rows[admitted], admitted)
         live = [row for row in self.rows if row and not row.done]
         for r, row in enumerate(self.rows):
             if live and row and row.done:  # or the span would still cover it
@@ -270,6 +291,25 @@ class Decoder:
         ready = [row for row in live if row.unfilled] or live
         batch = [row if row in ready else None for row in self.rows]
         return self.forward(batch, slice(None)) if live else []
+
+    def admit(self) -> slice:
+        """Give waiting prompts the first free rows that lie side by side; these."""
+        free = [row is None or row.done for row in self.rows]
+        first = last = free.index(True) if self.waiting and True in free else len(free)
+        held, width = 0, 0  # the most of any row
+        while self.waiting and last < len(free) and free[last]:
+            old, new = self.rows[last], self.waiting[0]
+            # What the row still holds is not fed again: a conversation, a system message.
+            kept = old.ids[: self.cache.lengths[last]] if old else []
+            kept = len(commonprefix([kept, new.ids[:-1]]))
+            held, width = max(held, kept), max(width, len(new.ids) - kept + new.block)
+            too_wide = width * (last - first + 1) > PREFILL or not self.cache.fits(held + width)
+            if last > first and too_wide:
+                break
+            self.cache.rewind(last, kept)
+            self.rows[last] = self.waiting.popleft()  # after that: Ctrl-C may come in between
+            last += 1
+        return slice(first, last)
 
     def forward(self, batch: list[Answer | None], where: slice) -> list[tuple[Answer, list[int]]]:
         """One forward of the rows `where` of the cache; one that is None in `batch` sits it out."""
@@ -282,10 +322,11 @@ class Decoder:
         padded = [feed + (width - len(feed)) * [(mask_id, 0, 1)] for feed in feeds]
         tokens, pos, start = torch.tensor(padded, device=device).unbind(-1)
         self.cache.reserve(width, where)
-        hidden = self.model(tokens, pos, self.cache.mask(pos, start), self.cache)
         real = [len(answer.ids) - n if answer else 0 for answer, n in zip(batch, lengths)]
         last = torch.tensor(real, device=device)[:, None].sub(1).clamp(min=0)
-        decided = (self.check if self.options.verify else self.accept)(hidden, last, batch)
+        with no_onednn() if tokens.numel() == 1 else nullcontext():
+            hidden = self.model(tokens, pos, self.cache.mask(pos, start), self.cache)
+            decided = (self.check if self.options.verify else self.accept)(hidden, last, batch)
 
         # What is not kept is scratch: masks, guesses that failed, the tokens of an unfilled block.
         rows = list(zip(batch, real, decided))

@@ -37,13 +37,16 @@ class KVCache:
         capacity does not suffice, before anything is written.
         """
         capacity, longest = self.k.size(3), max(self.lengths[rows])
-        if longest + width > capacity:
+        if not self.fits(longest + width):
             raise ValueError(f"{longest} + {width} positions exceed the capacity of {capacity}")
         self.rows = rows
         self.span = min(capacity, -(-(longest + width) // 64) * 64)  # few distinct shapes
         lengths = torch.tensor(self.lengths[rows], device=self.k.device)
         self.slots = lengths[:, None] + torch.arange(width, device=self.k.device)
         return self.slots
+
+    def fits(self, length: int) -> bool:
+        return length <= self.k.size(3)
 
     def mask(self, pos: Tensor, start: Tensor) -> Tensor:
         """`model.visible` for what was reserved, pos and start (R, width): (R, 1, width, span).

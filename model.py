@@ -207,7 +207,7 @@ class Attention(nn.Module):
             project(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(torch.cat([q, k], dim=1), cos, sin).split([q.size(1), k.size(1)], dim=1)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)  # (B, kv_heads, S, head_dim), the old and the new
         if mask is None or isinstance(mask, Tensor):

@@ -171,8 +171,7 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
         Answer(p, model, options, i, tau) for i, (p, tau) in enumerate(zip(prompts, (0, 1, 1)))
     ]
     decoder = Decoder(model, answers, options, rows=3)
-    for _ in range(3):
-        decoder.step()  # prefill gives 4, 1, 1 tokens: one block is full at once
+    decoder.step()  # prefill gives 4, 1, 1 tokens: one block is full at once
     assert [len(a.tokens) for a in answers] == [4, 1, 1] and decoder.cache.lengths == [5, 5, 5]
     for count in (2, 3, 4):  # the others fill theirs; the first does not move
         assert [answer.index for answer, _ in decoder.step()] == [1, 2]
@@ -204,6 +203,36 @@ def test_the_cache_has_room_for_the_widest_feed(block, block_cache):
     options = {"block": block, "block_cache": block_cache, "max_new": 30}
     long, *others = generate(model, prompts, rows=2, tau=taus, **options)
     assert long.forwards == 30 and max(others[0].accepted) == block + 1
+
+
+def test_prompts_that_wait_are_prefilled_together(monkeypatch):
+    """As many as there are free rows side by side, but not more positions than PREFILL."""
+    model, options = tiny_model(random.Random(3)), Options(tau=1, max_new=5, block=2)
+    model.config.eos_token_id = (1,)  # the mask: nothing ends early
+    lengths = [10, 30, 10, 60, 5, 5, 5]
+    answers = [Answer([2] * n, model, options, i) for i, n in enumerate(lengths)]
+    monkeypatch.setattr("decode.PREFILL", 100)
+    decoder = Decoder(model, answers, options, rows=5)
+    together = [[answer.index for answer, _ in decoder.step()] for _ in range(5)]
+    # 3 x (30 + 2) positions; then 62 of one prompt, which a second would double
+    assert together == [[0, 1, 2], [3], [4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    list(decoder)
+    assert [answer.forwards for answer in answers] == [5] * 7
+
+
+def test_rows_that_keep_a_prefix_are_not_admitted_beyond_the_cache():
+    """A row that keeps much and one that needs much: together they would not fit."""
+    model = tiny_model(random.Random(3))
+    model.config.eos_token_id = (1,)  # the mask: nothing ends early
+    options, texts = Options(tau=1, max_new=4), {}
+    for rows in (1, 2):
+        decoder = Decoder(model, [], options, rows, longest=104)
+        for prompts in ([[2] * 90, [3]], [[2] * 91 + [3], [4] * 100]):
+            answers = [Answer(prompt, model, options) for prompt in prompts]
+            decoder.waiting.extend(answers)
+            list(decoder)
+            texts[rows, len(prompts[0])] = [answer.tokens for answer in answers]
+    assert texts[1, 90] == texts[2, 90] and texts[1, 92] == texts[2, 92]
 
 
 def test_admission_order_changes_nothing():
@@ -257,7 +286,7 @@ def test_tau_follows_the_load(toy):
 
     answers = generate(model, prompts[:5], rows=2, tau=knob, max_new=40)
     del loads[:5]  # each request was asked once when it was made
-    assert loads[:2] == [4, 3] and loads == sorted(loads, reverse=True) and loads[-1] == 0
+    assert loads[:2] == [3, 3] and loads == sorted(loads, reverse=True) and loads[-1] == 0
     assert set(answers[0].accepted) == {1} and max(answers[4].accepted) == 5
 
 

@@ -1,0 +1,212 @@
+"""Ours beside transformers' `generate`: the same weights and prompts, in turn, in one run.
+
+    python bench/peers.py                                     # the bundled model on its problems
+    python bench/peers.py --shape 0.5B --dtype bfloat16       # what real ones cost
+
+Random weights accept nothing, so of a shape there is only AR, and what a forward of more positions
+costs: 5 are a token and B = 4 masks, 9 the usual feed, 25 a verifying one. That cost and the
+bundled model's tokens per forward make a projection, which is labelled so.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+try:
+    import transformers
+except ImportError:
+    sys.exit("error: transformers is not installed: pip install -r bench/requirements.txt")
+
+from bench.pareto import ROOT, encode, read_problems, tokens_per_forward
+from bench.speed import SHAPES, machine, random_model, wait
+from decode import Answer, generate, no_onednn
+from kv_cache import KVCache
+from model import Qwen2, UserError, load, place, run
+
+WAYS = {  # ours: options of `generate`
+    "AR": {"tau": 1.0},
+    "tau 0.95": {"tau": 0.95},
+    "verify, tau 0": {"tau": 0.0, "verify": True},
+}
+LOOKUP = 10  # tokens that transformers' prompt lookup proposes
+
+
+def theirs(model: Qwen2) -> transformers.Qwen2ForCausalLM:
+    """transformers' model around our very tensors."""
+    config = vars(model.config) | {"eos_token_id": list(model.config.eos_token_id)}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.config.rope_theta}
+    config = transformers.Qwen2Config(**config)
+    with torch.device("meta"):
+        other = transformers.Qwen2ForCausalLM(config)
+    other.load_state_dict(model.state_dict(), strict=False, assign=True)
+    if model.config.tie_word_embeddings:
+        other.lm_head.weight = other.model.embed_tokens.weight
+    rotary = type(other.model.rotary_emb)
+    other.model.rotary_emb = rotary(config).to(model.device)  # not in a state_dict
+    other.generation_config.eos_token_id = config.eos_token_id
+    other.generation_config.pad_token_id = 0
+    return other.eval()
+
+
+def their_answers(model, prompts: list[list[int]], rows: int, max_new: int, **options) -> list:
+    """Token ids of greedy answers; `rows` prompts at a time, padded at the left."""
+    answers, ends = [], set(model.generation_config.eos_token_id)
+    for first in range(0, len(prompts), rows):
+        batch = prompts[first : first + rows]
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in batch], device=model.device)
+        seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=seen.to(model.device),
+                max_new_tokens=max_new,
+                do_sample=False,
+                **options,
+            )
+        for new in out[:, width:].tolist():
+            end = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
+            answers.append(new[:end])
+    return answers
+
+
+def timed(device: torch.device, answer: Callable[[], list]) -> tuple[list, float]:
+    wait(device)
+    began = time.perf_counter()
+    answers = answer()
+    wait(device)
+    return answers, time.perf_counter() - began
+
+
+def contestants(model: Qwen2, other, rows: int, ways: dict) -> dict[str, Callable]:
+    """By name: prompts and max_new -> answers, ours as `Answer`, theirs as ids."""
+
+    def ours(options: dict) -> Callable:
+        return lambda prompts, max_new: generate(model, prompts, rows, max_new=max_new, **options)
+
+    found = {"transformers": lambda p, n: their_answers(other, p, rows, n)}
+    if rows == 1:  # the only batch it takes
+        found["transformers, prompt lookup"] = lambda p, n: their_answers(
+            other, p, 1, n, prompt_lookup_num_tokens=LOOKUP
+        )
+    return found | {f"ours, {name}": ours(options) for name, options in ways.items()}
+
+
+def ids_of(answers: list) -> list[list[int]]:
+    return [answer.tokens if isinstance(answer, Answer) else answer for answer in answers]
+
+
+def compare(model: Qwen2, other, prompts: list, rows: int, ways: dict, args) -> None:
+    """A table: all contestants in turn, `rounds` times, prefill alone and everything."""
+    competing = contestants(model, other, rows, ways)
+    whole, first, answers = ({name: [] for name in competing} for _ in range(3))
+    for answer in competing.values():
+        answer(prompts[:rows], 4)  # start-up, untimed
+    for _ in range(args.rounds):
+        for name, answer in competing.items():
+            first[name].append(timed(model.device, lambda a=answer: a(prompts, 1))[1])
+            answers[name], seconds = timed(model.device, lambda a=answer: a(prompts, args.max_new))
+            whole[name].append(seconds)
+    title = f"{rows} row{'s' * (rows > 1)}"
+    print(f"\n| {title:27} | tok/s | x transformers | x our AR | tokens/forward | prefill, ms |")
+    print(
+        "|:----------------------------|------:|---------------:|---------:|---------------:|--:|"
+    )
+    for name, given in answers.items():
+        count, base = sum(map(len, ids_of(given))), sum(map(len, ids_of(answers["ours, AR"])))
+        their_count = sum(map(len, ids_of(answers["transformers"])))
+        speeds = [count / seconds for seconds in whole[name]]
+        to_them = [s * w / their_count for s, w in zip(speeds, whole["transformers"])]
+        to_ar = [s * w / base for s, w in zip(speeds, whole["ours, AR"])]
+        forwards = f"{tokens_per_forward(given):.2f}" if isinstance(given[0], Answer) else ""
+        prefill = 1000 * statistics.median(first[name]) / len(prompts)
+        print(
+            f"| {name:27} | {statistics.median(speeds):5.0f} | {statistics.median(to_them):14.2f} "
+            f"| {statistics.median(to_ar):8.2f} | {forwards:14} | {prefill:.1f} |",
+            flush=True,
+        )
+    same = [a == b for a, b in zip(ids_of(answers["transformers"]), ids_of(answers["ours, AR"]))]
+    print(f"\n{sum(same)} of {len(same)} AR answers are the same token for token")
+
+
+@torch.inference_mode()
+def forward_times(model: Qwen2, widths: tuple[int, ...], rounds: int) -> dict[int, float]:
+    """Milliseconds of a forward of so many positions of one row behind 200, in turn; medians."""
+    dtype = model.model.norm.weight.dtype
+    cache = KVCache(model.config, 1, 256, model.device, dtype)
+    cache.lengths = [200]
+    taken = {width: [] for width in widths}
+    for _ in range(rounds + 1):
+        for width in widths:
+            tokens = torch.zeros(1, width, dtype=torch.long, device=model.device)
+            pos = 200 + torch.arange(width, device=model.device)[None]
+
+            def forward(tokens=tokens, pos=pos, width=width) -> list:
+                cache.reserve(width)
+                with no_onednn() if width == 1 else nullcontext():
+                    hidden = model(tokens, pos, cache.mask(pos, pos + 1), cache)
+                    return model.logits(hidden[0, : min(width, 10)].clone()).argmax(-1).tolist()
+
+            taken[width].append(1000 * timed(model.device, forward)[1])
+    return {width: statistics.median(times[1:]) for width, times in taken.items()}
+
+
+def project(model: Qwen2, bundled: Qwen2, prompts: list, args) -> None:
+    """What a forward costs here, and what tokens per forward as the bundled model's would give."""
+    times = forward_times(model, (1, 5, 9, 25), args.rounds)
+    print("\n| positions | ms/forward | x one position |")
+    print("|----------:|-----------:|---------------:|")
+    for width, ms in times.items():
+        print(f"| {width:9} | {ms:10.1f} | {ms / times[1]:14.2f} |")
+    print("\nProjection, not a measurement: with the bundled model's tokens per forward")
+    for name, width in (("tau 0.95", 9), ("verify, tau 0", 25)):
+        speed = tokens_per_forward(generate(bundled, prompts, 8, **WAYS[name]))
+        ratio = speed * times[1] / times[width]
+        print(f"{name}: {speed:.2f} tokens per forward, {ratio:.2f} x AR at one row")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Ours beside transformers' generate.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    # fmt: off
+    add("--model", default=str(ROOT / "toy/mars"), help="directory or hub id")
+    add("--shape", choices=SHAPES, help="random weights in the shape of that Qwen2.5 instead")
+    add("--data", type=Path, default=ROOT / "toy/test.jsonl", help='JSONL, "prompt" and "answer"')
+    add("--limit", type=int, default=32, help="only the first so many problems")
+    add("--rows", type=int, nargs="+", default=[1, 8], help="problems decoded at a time")
+    add("--rounds", type=int, default=9, help="of which the median is printed")
+    add("--max-new", type=int, help="most tokens per answer; None: 256, or 16 of a --shape")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
+    # fmt: on
+    args = parser.parse_args()
+    if args.rounds < 1 or min(args.rows) < 1:
+        raise UserError("--rounds and --rows: must be at least 1")
+    args.max_new = args.max_new or (16 if args.shape else 256)
+    device, dtype = place(args.device, args.dtype)
+    bundled, chat = load(args.model, device, dtype)
+    prompts = encode(chat, read_problems(args.data, args.limit))
+    model = random_model(args.shape, device, dtype) if args.shape else bundled
+    print(f"{args.shape or args.model}, {len(prompts)} prompts; {machine(model)}, transformers")
+    print(f"{transformers.__version__}; medians of {args.rounds} rounds, all in turn in each")
+    other, ways = theirs(model), {"AR": WAYS["AR"]} if args.shape else WAYS
+    for rows in args.rows:
+        some = prompts[:rows] if args.shape else prompts  # of a shape every answer is as long
+        compare(model, other, some, rows, ways, args)
+    if args.shape:
+        project(model, bundled, prompts, args)
+
+
+if __name__ == "__main__":
+    run(main)
