@@ -60,6 +60,7 @@ class Options:
     max_new: int = 256
     temperature: float = 0.0
     seed: int = 0
+    compile: bool = False  # torch.compile for static shapes: slow to begin, then fast on a GPU
 
     def __post_init__(self) -> None:
         for name, least in (("block", 1), ("block_cache", 1), ("max_new", 1), ("temperature", 0)):
@@ -228,6 +229,13 @@ def tall_by_columns(model: Qwen2) -> None:
             weight.data = weight.data.t().contiguous().t()
 
 
+def compiled(model: Qwen2) -> Callable[..., Tensor]:
+    """Its forward for static shapes; on a GPU as CUDA graphs, which spare it waiting for Python."""
+    torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
+    mode = "reduce-overhead" if model.device.type == "cuda" else "default"
+    return torch.compile(model.forward, dynamic=False, mode=mode)
+
+
 @contextmanager
 def no_onednn() -> Iterator[None]:
     """For bfloat16: torch's own product with one vector is faster, with more it is not."""
@@ -258,6 +266,7 @@ class Decoder:
         if rows < 1:
             raise UserError(f"rows {rows}: must be at least 1")
         self.model, self.options, self.waiting = model, options, deque(answers)
+        self.hidden_states = compiled(model) if options.compile else model
         self.rows: list[Answer | None] = [None] * rows
         longest = max([longest, *(len(answer.ids) + options.max_new for answer in answers)])
         block = options.block or model.config.block_size or 4
@@ -268,8 +277,11 @@ class Decoder:
         dtype = model.model.norm.weight.dtype
         if (model.device.type, dtype) == ("cpu", torch.float32):
             tall_by_columns(model)
-        capacity = longest + fed + block
-        self.cache = KVCache(model.config, len(self.rows), capacity, model.device, dtype)
+        self.widest, unit = fed + block, 256 if options.compile else 64
+        capacity = longest + self.widest
+        self.cache = KVCache(model.config, rows, capacity, model.device, dtype, unit)
+        for kept in sum(self.cache.layers, []) if options.compile else ():
+            torch._dynamo.mark_static_address(kept)  # or a CUDA graph would copy it
 
     def __iter__(self) -> Iterator[tuple[Answer, list[int]]]:
         """Until all is done: every answer with its new tokens, as they come."""
@@ -303,7 +315,7 @@ class Decoder:
             kept = old.ids[: self.cache.lengths[last]] if old else []
             kept = len(commonprefix([kept, new.ids[:-1]]))
             held, width = max(held, kept), max(width, len(new.ids) - kept + new.block)
-            too_wide = width * (last - first + 1) > PREFILL or not self.cache.fits(held + width)
+            too_wide = width * (last - first + 1) > PREFILL or held + width > self.cache.capacity
             if last > first and too_wide:
                 break
             self.cache.rewind(last, kept)
@@ -318,14 +330,16 @@ class Decoder:
         device, mask_id = self.model.device, self.model.config.mask_token_id
         lengths = self.cache.lengths[where]
         feeds = [answer.feed(n, mask_id) if answer else [] for answer, n in zip(batch, lengths)]
-        width = max(map(len, feeds))
+        width, model = max(map(len, feeds)), self.model
+        if self.options.compile and where == slice(None):  # one graph for all steps of a bucket
+            width, model = 1 if width == 1 else self.widest, self.hidden_states
         padded = [feed + (width - len(feed)) * [(mask_id, 0, 1)] for feed in feeds]
         tokens, pos, start = torch.tensor(padded, device=device).unbind(-1)
         self.cache.reserve(width, where)
         real = [len(answer.ids) - n if answer else 0 for answer, n in zip(batch, lengths)]
         last = torch.tensor(real, device=device)[:, None].sub(1).clamp(min=0)
         with no_onednn() if tokens.numel() == 1 else nullcontext():
-            hidden = self.model(tokens, pos, self.cache.mask(pos, start), self.cache)
+            hidden = model(tokens, pos, self.cache.mask(pos, start), self.cache)
             decided = (self.check if self.options.verify else self.accept)(hidden, last, batch)
 
         # What is not kept is scratch: masks, guesses that failed, the tokens of an unfilled block.
@@ -544,6 +558,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--block", type=int, help="masks per forward; None: what the checkpoint learnt, else 4")
     add("--block-cache", type=int, help="the paper's block cache of so many tokens; None: ours")
     add("--verify", action="store_true", help="lossless: tau says what to guess, the model checks")
+    add("--compile", action="store_true", help="torch.compile: slow to begin, fast on a GPU")
     add("--max-new", type=int, default=256, help="most tokens to generate")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--seed", type=int, default=0, help="of the sampling")

@@ -9,6 +9,8 @@ rejecting tokens costs nothing, and rewinding a row is setting its length.
     row 1    p p p p p p a M M M M       length 6, likewise; commit([2, 1]) makes them 6 and 7
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,18 +18,20 @@ from model import Config, UserError
 
 
 class KVCache:
-    def __init__(self, config: Config, rows: int, capacity: int, device, dtype):
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        shape = (layers, rows, heads, capacity, config.head_dim)
+    def __init__(self, config: Config, rows: int, capacity: int, device, dtype, unit: int = 64):
+        """Attention spans the longest row, rounded up to a multiple of `unit`: few shapes."""
+        shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
+        layers, self.capacity, self.unit, self.device = [], capacity, unit, device
         try:  # zeros, not empty: a masked NaN would still be a NaN
-            self.k = torch.zeros(shape, device=device, dtype=dtype)
-            self.v = torch.zeros(shape, device=device, dtype=dtype)
+            for _ in range(config.num_hidden_layers):
+                layers.append([torch.zeros(shape, device=device, dtype=dtype) for _ in "kv"])
         except RuntimeError:
-            size = 2 * torch.Size(shape).numel() * dtype.itemsize / 2**30
+            size = 2 * config.num_hidden_layers * math.prod(shape) * dtype.itemsize / 2**30
             raise UserError(
                 f"a cache of {rows} rows x {capacity} positions needs {size:.1f} GiB, more than "
                 "there is: use fewer rows or a smaller max_new"
             ) from None
+        self.layers = layers  # a (k, v) for each
         self.lengths = [0] * rows  # committed positions, on the host: no wait for the device
 
     def reserve(self, width: int, rows: slice = slice(None)) -> Tensor:
@@ -36,17 +40,16 @@ class KVCache:
         `write` and `commit` are about these rows until the next call. Raises ValueError when the
         capacity does not suffice, before anything is written.
         """
-        capacity, longest = self.k.size(3), max(self.lengths[rows])
-        if not self.fits(longest + width):
-            raise ValueError(f"{longest} + {width} positions exceed the capacity of {capacity}")
+        longest = max(self.lengths[rows])
+        if longest + width > self.capacity:
+            raise ValueError(
+                f"{longest} + {width} positions exceed the capacity of {self.capacity}"
+            )
         self.rows = rows
-        self.span = min(capacity, -(-(longest + width) // 64) * 64)  # few distinct shapes
-        lengths = torch.tensor(self.lengths[rows], device=self.k.device)
-        self.slots = lengths[:, None] + torch.arange(width, device=self.k.device)
+        self.span = min(self.capacity, -(-(longest + width) // self.unit) * self.unit)
+        lengths = torch.tensor(self.lengths[rows], device=self.device)
+        self.slots = lengths[:, None] + torch.arange(width, device=self.device)
         return self.slots
-
-    def fits(self, length: int) -> bool:
-        return length <= self.k.size(3)
 
     def mask(self, pos: Tensor, start: Tensor) -> Tensor:
         """`model.visible` for what was reserved, pos and start (R, width): (R, 1, width, span).
@@ -55,16 +58,16 @@ class KVCache:
         a window's masks lie side by side, so that its first is `pos - start` slots back. All else
         is other windows, padding, or left over from earlier forwards.
         """
-        slot = torch.arange(self.span, device=self.k.device)
+        slot = torch.arange(self.span, device=self.device)
         pos, start, own = (field[:, None, :, None] for field in (pos, start, self.slots))
         return (slot < start) | ((own - (pos - start) <= slot) & (slot <= own))
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, width, head_dim) into the reserved slots; views of the span."""
-        slots = self.slots[:, None, :, None].expand_as(k)
-        kept_k, kept_v = self.k[layer, self.rows], self.v[layer, self.rows]
-        kept_k.scatter_(2, slots, k)
-        kept_v.scatter_(2, slots, v)
+        kept_k, kept_v = (kept[self.rows] for kept in self.layers[layer])
+        row = torch.arange(len(k), device=k.device)[:, None]
+        kept_k[row, :, self.slots] = k.transpose(1, 2)
+        kept_v[row, :, self.slots] = v.transpose(1, 2)
         return kept_k[:, :, : self.span], kept_v[:, :, : self.span]
 
     def commit(self, counts: list[int]) -> None:

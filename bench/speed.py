@@ -158,14 +158,15 @@ def attention_alone(
     model: Qwen2, cache: KVCache, length: int, width: int, times: int = 30
 ) -> float:
     """Milliseconds that all layers' attention takes for `width` queries over `length` slots."""
-    config, like = model.config, cache.k
+    config, like = model.config, cache.layers[0][0]
     q = torch.randn(1, config.num_attention_heads, width, config.head_dim).to(like)
     mask = torch.ones(1, 1, width, length, dtype=torch.bool, device=like.device)
     taken = []
     for _ in range(times):
         wait(like.device)
         began = time.perf_counter()
-        for k, v in zip(cache.k[..., :length, :], cache.v[..., :length, :]):
+        for k, v in cache.layers:
+            k, v = k[:, :, :length], v[:, :, :length]
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         wait(like.device)
         taken.append(time.perf_counter() - began)
@@ -181,7 +182,7 @@ def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
     before = resident(model.device)
     answer = Answer([0], model, options)
     decoder = Decoder(model, [answer], options, rows=1)
-    size = 2 * decoder.cache.k.numel() * decoder.cache.k.element_size() / 2**20
+    size = sum(t.numel() * t.element_size() for kv in decoder.cache.layers for t in kv) / 2**20
     print(f"{args.shape or args.model}; {machine(model)}; cache {size:.1f} MiB\n")
     print("| tokens so far | ms/forward | attention alone | the rest | ms/token | memory, MiB |")
     print("|--------------:|-----------:|----------------:|---------:|---------:|------------:|")

@@ -2,9 +2,11 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
+import torch._dynamo.testing
 from common import ROOT, cases, random_prompt, tiny_model
 
 from decode import (
@@ -233,6 +235,40 @@ def test_rows_that_keep_a_prefix_are_not_admitted_beyond_the_cache():
             list(decoder)
             texts[rows, len(prompts[0])] = [answer.tokens for answer in answers]
     assert texts[1, 90] == texts[2, 90] and texts[1, 92] == texts[2, 92]
+
+
+def test_compiled_is_eager(monkeypatch):
+    """Static shapes change nothing that counts, and are few: two widths, one span."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def traced(model):
+        return torch.compile(model.forward, dynamic=False, backend=counter)
+
+    for seed in cases(2, 10):
+        rng = random.Random(seed)
+        model, block = tiny_model(rng), rng.randint(1, 4)
+        prompts = [random_prompt(rng, rng.randint(1, 40)) for _ in range(5)]
+        options = {"block": block, "max_new": 30, "tau": [0.2, 1.0, 0.3, 0.2, 1.0]}
+        for way in ({}, {"verify": True}, {"block_cache": 6}):
+            eager = generate(model, prompts, rows=2, **options, **way)
+            monkeypatch.setattr("decode.compiled", traced)
+            static = generate(model, prompts, rows=2, **options, **way, compile=True)
+            assert [a.tokens for a in static] == [a.tokens for a in eager]
+            assert [a.accepted for a in static] == [a.accepted for a in eager]
+        assert max(tokens for a in eager for tokens in a.accepted) > 1
+    assert 0 < counter.frame_count <= 6 * len(cases(2, 10))
+
+
+def test_inductor_decodes_a_problem(toy):
+    """The real compiler, once: it needs a C++ compiler on a CPU."""
+    if not (shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler")
+    torch._dynamo.reset()
+    model, prompts = toy
+    [eager] = generate(model, prompts[:1], tau=0.8)
+    [static] = generate(model, prompts[:1], tau=0.8, compile=True)
+    assert static.tokens == eager.tokens and static.accepted == eager.accepted
 
 
 def test_admission_order_changes_nothing():
