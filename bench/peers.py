@@ -9,16 +9,18 @@ bundled model's tokens per forward make a projection, which is labelled so.
 """
 
 import argparse
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 try:
     import transformers
@@ -26,10 +28,12 @@ except ImportError:
     sys.exit("error: transformers is not installed: pip install -r bench/requirements.txt")
 
 from bench.pareto import ROOT, encode, read_problems, tokens_per_forward
+from bench.report import table
 from bench.speed import SHAPES, machine, random_model, wait
 from decode import Answer, generate, no_onednn
 from kv_cache import KVCache
 from model import Qwen2, UserError, load, place, run
+from train import peak_memory
 
 WAYS = {  # ours: options of `generate`
     "AR": {"tau": 1.0},
@@ -100,41 +104,105 @@ def contestants(model: Qwen2, other, rows: int, ways: dict) -> dict[str, Callabl
     return found | {f"ours, {name}": ours(options) for name, options in ways.items()}
 
 
-def ids_of(answers: list) -> list[list[int]]:
-    return [answer.tokens if isinstance(answer, Answer) else answer for answer in answers]
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes."""
+    source = torch.zeros(2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = [timed(device, lambda: target.copy_(source))[1] for _ in range(9)]
+    return 2 * source.numel() / statistics.median(times)
+
+
+def weights_read(model: Qwen2) -> int:
+    """Bytes that every forward reads. Of an embedding that is not the head, it reads few rows."""
+    untied = None if model.config.tie_word_embeddings else model.model.embed_tokens.weight
+    read = (p for p in model.parameters() if p is not untied)
+    return sum(p.numel() * p.element_size() for p in read)
+
+
+def attention_kernels(model: Qwen2, prompt: list[int], options: dict) -> str:
+    """What ran for attention, as torch's profiler names it."""
+    gpu = [ProfilerActivity.CUDA] * (model.device.type == "cuda")
+    with profile(activities=[ProfilerActivity.CPU, *gpu]) as seen:
+        generate(model, [prompt], 1, max_new=3, **options)
+    names = {event.key for event in seen.key_averages()}
+    known = re.compile("flash|fmha|efficient_attention|attention_math|cudnn.*attention", re.I)
+    return ", ".join(sorted(name[:60] for name in names if known.search(name))) or "none known"
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # Linux: the next peak of resident memory is from here on
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+class Timed:
+    """What a contestant gave, and the seconds of its rounds: of the prompts alone, of all."""
+
+    def __init__(self, answer: Callable):
+        self.answer, self.answers, self.first, self.whole = answer, [], [], []
+        self.peak = 0.0  # GiB
+
+    def round(self, device: torch.device, prompts: list, max_new: int) -> None:
+        forget_peak(device)
+        self.first.append(timed(device, lambda: self.answer(prompts, 1))[1])
+        self.answers, seconds = timed(device, lambda: self.answer(prompts, max_new))
+        self.whole.append(seconds)
+        self.peak = max(self.peak, peak_memory(device))
+
+    def ids(self) -> list[list[int]]:
+        return [a.tokens if isinstance(a, Answer) else a for a in self.answers]
+
+    def speeds(self) -> list[float]:
+        """Tokens per second, of each round."""
+        return [sum(map(len, self.ids())) / seconds for seconds in self.whole]
+
+    def ratio(self, other: "Timed") -> float:
+        """Of speeds, round by round."""
+        return statistics.median(a / b for a, b in zip(self.speeds(), other.speeds()))
+
+    def behind_the_prompts(self) -> float:
+        """Seconds."""
+        return statistics.median(whole - first for whole, first in zip(self.whole, self.first))
 
 
 def compare(model: Qwen2, other, prompts: list, rows: int, ways: dict, args) -> None:
-    """A table: all contestants in turn, `rounds` times, prefill alone and everything."""
-    competing = contestants(model, other, rows, ways)
-    whole, first, answers = ({name: [] for name in competing} for _ in range(3))
-    for answer in competing.values():
-        answer(prompts[:rows], 4)  # start-up, untimed
+    """A table: all contestants in turn, `rounds` times."""
+    competing = {name: Timed(f) for name, f in contestants(model, other, rows, ways).items()}
+    for one in competing.values():
+        one.answer(prompts[:rows], 4)  # start-up, untimed
     for _ in range(args.rounds):
-        for name, answer in competing.items():
-            first[name].append(timed(model.device, lambda a=answer: a(prompts, 1))[1])
-            answers[name], seconds = timed(model.device, lambda a=answer: a(prompts, args.max_new))
-            whole[name].append(seconds)
-    title = f"{rows} row{'s' * (rows > 1)}"
-    print(f"\n| {title:27} | tok/s | x transformers | x our AR | tokens/forward | prefill, ms |")
-    print(
-        "|:----------------------------|------:|---------------:|---------:|---------------:|--:|"
-    )
-    for name, given in answers.items():
-        count, base = sum(map(len, ids_of(given))), sum(map(len, ids_of(answers["ours, AR"])))
-        their_count = sum(map(len, ids_of(answers["transformers"])))
-        speeds = [count / seconds for seconds in whole[name]]
-        to_them = [s * w / their_count for s, w in zip(speeds, whole["transformers"])]
-        to_ar = [s * w / base for s, w in zip(speeds, whole["ours, AR"])]
-        forwards = f"{tokens_per_forward(given):.2f}" if isinstance(given[0], Answer) else ""
-        prefill = 1000 * statistics.median(first[name]) / len(prompts)
-        print(
-            f"| {name:27} | {statistics.median(speeds):5.0f} | {statistics.median(to_them):14.2f} "
-            f"| {statistics.median(to_ar):8.2f} | {forwards:14} | {prefill:.1f} |",
-            flush=True,
+        for one in competing.values():
+            one.round(model.device, prompts, args.max_new)
+    them, ar, limit = competing["transformers"], competing["ours, AR"], bandwidth(model.device)
+    lines = []
+    for name, one in competing.items():
+        mine, share = isinstance(one.answers[0], Answer), ""
+        if args.shape and one in (them, ar):  # all answers are as long: a forward per token
+            read = weights_read(model) * (args.max_new - 1) / one.behind_the_prompts()
+            share = f"{read / limit:.0%}"
+        lines.append(
+            [
+                name,
+                f"{statistics.median(one.speeds()):.{0 if one.speeds()[0] > 100 else 1}f}",
+                f"{one.ratio(them):.2f}",
+                f"{one.ratio(ar):.2f}",
+                f"{tokens_per_forward(one.answers):.2f}" if mine else "",
+                f"{1000 * statistics.median(one.first) / len(prompts):.1f}",
+                f"{one.peak:.2f}",
+                share,
+            ]
         )
-    same = [a == b for a, b in zip(ids_of(answers["transformers"]), ids_of(answers["ours, AR"]))]
-    print(f"\n{sum(same)} of {len(same)} AR answers are the same token for token")
+    head = [f"{rows} row{'s' * (rows > 1)}", "tok/s", "x transformers", "x our AR"]
+    head += ["tokens/forward", "ms/prompt", "peak, GiB", "of bandwidth"]
+    print(f"\n{table(head, lines)}\n")
+    same = sum(a == b for a, b in zip(them.ids(), ar.ids()))
+    kernels = attention_kernels(model, prompts[0], ways["AR"])
+    print(
+        f"{same} of {len(prompts)} AR answers are the same, token for token. Attention: {kernels}"
+    )
+    print(f"A copy reads and writes {limit / 1e9:.0f} GB/s. Peaks are those of the whole process.")
 
 
 @torch.inference_mode()
@@ -162,10 +230,8 @@ def forward_times(model: Qwen2, widths: tuple[int, ...], rounds: int) -> dict[in
 def project(model: Qwen2, bundled: Qwen2, prompts: list, args) -> None:
     """What a forward costs here, and what tokens per forward as the bundled model's would give."""
     times = forward_times(model, (1, 5, 9, 25), args.rounds)
-    print("\n| positions | ms/forward | x one position |")
-    print("|----------:|-----------:|---------------:|")
-    for width, ms in times.items():
-        print(f"| {width:9} | {ms:10.1f} | {ms / times[1]:14.2f} |")
+    rows = [[str(width), f"{ms:.1f}", f"{ms / times[1]:.2f}"] for width, ms in times.items()]
+    print(f"\n{table(['positions', 'ms/forward', 'x one position'], rows)}")
     print("\nProjection, not a measurement: with the bundled model's tokens per forward")
     for name, width in (("tau 0.95", 9), ("verify, tau 0", 25)):
         speed = tokens_per_forward(generate(bundled, prompts, 8, **WAYS[name]))
@@ -185,6 +251,7 @@ def main() -> None:
     add("--data", type=Path, default=ROOT / "toy/test.jsonl", help='JSONL, "prompt" and "answer"')
     add("--limit", type=int, default=32, help="only the first so many problems")
     add("--rows", type=int, nargs="+", default=[1, 8], help="problems decoded at a time")
+    add("--compile", action="store_true", help="torch.compile ours")
     add("--rounds", type=int, default=9, help="of which the median is printed")
     add("--max-new", type=int, help="most tokens per answer; None: 256, or 16 of a --shape")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
@@ -200,7 +267,8 @@ def main() -> None:
     model = random_model(args.shape, device, dtype) if args.shape else bundled
     print(f"{args.shape or args.model}, {len(prompts)} prompts; {machine(model)}, transformers")
     print(f"{transformers.__version__}; medians of {args.rounds} rounds, all in turn in each")
-    other, ways = theirs(model), {"AR": WAYS["AR"]} if args.shape else WAYS
+    ways = {name: options | {"compile": args.compile} for name, options in WAYS.items()}
+    other, ways = theirs(model), {"AR": ways["AR"]} if args.shape else ways
     for rows in args.rows:
         some = prompts[:rows] if args.shape else prompts  # of a shape every answer is as long
         compare(model, other, some, rows, ways, args)

@@ -15,7 +15,7 @@ from common import ROOT
 
 import decode
 import train
-from bench import burst, cost, exact, pareto, speculative, speed
+from bench import burst, cost, exact, pareto, peers, speculative, speed
 from model import Chat, Qwen2, UserError, load, run
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
@@ -786,7 +786,7 @@ def test_the_readme_is_true(capsys, monkeypatch):
 
 
 def test_help_names_every_option(cli):
-    for module in (decode, train, pareto, burst, speed, exact, speculative):
+    for module in (decode, train, pareto, burst, speed, exact, speculative, peers):
         status, out, _ = cli(module, "--help")
         assert status == 0 and "--model" in out and "default" in out
         assert os.environ.get("HOME", "?") not in out
@@ -829,3 +829,18 @@ def test_the_real_weights_in_the_readme():
         cells = [shape, f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.1f} GiB"]
         cells += [f"{4 * count / 2**30:.1f} GiB", f"{2 * keys * 2 * 1024 / 2**20:.0f} MiB"]
         assert [cell.strip() for cell in row.strip("|").split("|")] == cells
+
+
+def test_the_table_of_peers(cli, monkeypatch):
+    """transformers' own model around our tensors says the same, and no column is empty."""
+    words = ("--limit", 3, "--rounds", 1, "--rows", 1, 3, "--max-new", 12, "--device", "cpu")
+    status, out, err = cli(peers, *words)
+    assert status == 0, err
+    assert out.count("3 of 3 AR answers are the same, token for token") == 2
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ours")]
+    assert len(rows) == 6 and all(float(row[1]) > 0 and float(row[2]) > 0 for row in rows)
+    monkeypatch.setitem(speed.SHAPES, "0.5B", (64, 128, 2, 4, 2, 640, True))
+    status, out, err = cli(peers, "--shape", "0.5B", *words)
+    assert status == 0 and "Projection, not a measurement" in out, err
+    shares = [line.split("|")[-2] for line in out.splitlines() if line.startswith("| ours, AR")]
+    assert len(shares) == 2 and all(share.strip().endswith("%") for share in shares)
