@@ -12,7 +12,7 @@ What is unusual here:
     since its prompt positions would be copies of the clean ones;
   * the block grid has a random phase per example and epoch, so that every token is learnt at every
     look-ahead (`--block-phase fixed` is the paper's grid);
-  * examples are packed into rows, several to a row, and kept apart by the mask rule;
+  * on a GPU examples are packed into rows, several to a row, and kept apart by the mask rule;
   * every target carries its weight in the whole step: how that is packed, cut into forwards and
     split among processes changes nothing;
   * shuffle and phases are functions of (seed, epoch, row): there is no random state to save, and
@@ -322,31 +322,46 @@ def row_width(longest: int) -> int:
     return -(-3 * longest // 64) * 32
 
 
+def alike(lengths: list[int], positions: int) -> list[tuple[list[int], int]]:
+    """Examples of like length, the longest first, and the width that each of a group gets.
+
+    A group has room in so many positions, and none of it is much shorter than its longest.
+    """
+    groups = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        group, width = groups[-1] if groups else ([], 0)
+        if (len(group) + 1) * width > positions or lengths[i] < 7 / 8 * width - 32 or not group:
+            groups.append(([], -(-lengths[i] // 32) * 32))
+        groups[-1][0].append(i)
+    return groups
+
+
 def batches(
     examples: list[Example], config: Config, args: argparse.Namespace, rank=0, size=1, longest=0
 ) -> list[Batch]:
-    """The forwards of process `rank` of `size`: of one shape, and as many in every process.
+    """The forwards of process `rank` of `size`, as many in every process.
 
-    The shape is as small as these examples allow; given `longest`, it is that of all steps whose
-    examples are no longer.
+    Given `longest`, examples are packed into rows, and all forwards of all steps whose examples are
+    no longer have one shape. Else each has a row of its own, beside others of like length.
     """
     block_size, weights = config.block_size, target_weights(examples, args.normalization)
     lengths = [stream_length(example, block_size) for example in examples]
-    width = row_width(max(longest, *lengths))
-    rows = pack(lengths, width)
-    height = max(1, args.batch_tokens // width)
-    forwards = -(-len(rows) // (size * height))
-    if not longest:
-        height = -(-len(rows) // (size * forwards))
-    rows += [[]] * (size * forwards * height - len(rows))
-    layouts = [
-        [
-            lay_out(examples[i], block_size, config.mask_token_id, weights[i], doc)
-            for doc, i in enumerate(row)
-        ]
-        for row in rows[rank::size]
-    ]
-    return [collate(layouts[i : i + height], width) for i in range(0, len(layouts), height)]
+    if longest:
+        width = row_width(longest)
+        rows, height = pack(lengths, width), max(1, args.batch_tokens // width)
+        rows += [[]] * (-len(rows) % (size * height))
+        rows = rows[rank::size]
+        forwards = [(rows[at : at + height], width) for at in range(0, len(rows), height)]
+    else:
+        groups = alike(lengths, min(args.batch_tokens, sum(lengths) // size))
+        groups += [([], 32)] * (-len(groups) % size)
+        forwards = [([[i] for i in some] or [[]], width) for some, width in groups[rank::size]]
+
+    def row(of: list[int]) -> list[Batch]:
+        mask_id = config.mask_token_id
+        return [lay_out(examples[i], block_size, mask_id, weights[i], n) for n, i in enumerate(of)]
+
+    return [collate([row(of) for of in rows], width) for rows, width in forwards]
 
 
 def dense_mask(batch: Batch) -> Tensor:
@@ -666,8 +681,8 @@ class Trainer:
         return self.steps > 0 and self.progress() >= 1
 
     def batches(self, examples: list[Example], rank=0, size=1) -> list[Batch]:
-        """On a GPU of one shape throughout: FlexAttention is compiled for it, and skips what is
-        empty. Elsewhere attention is dense, and pays for every width."""
+        """On a GPU packed, of one shape throughout: FlexAttention is compiled for it, and skips
+        what is empty. Elsewhere attention is dense, and pays for every width."""
         longest = longest_stream(self.args) if self.model.device.type == "cuda" else 0
         return batches(examples, self.model.config, self.args, rank, size, longest)
 

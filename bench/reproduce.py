@@ -53,6 +53,7 @@ class Stage:
     decode: tuple[str, ...] = ("tau 1",)  # see `settings`
     seeds: int = 1  # for how many seeds
     start: str = "sft"  # the stage whose model it starts from
+    longer: int = 1  # so many times the steps of the others
 
 
 STAGES = {
@@ -63,6 +64,8 @@ STAGES = {
         words=("--block", "4"), decode=("tau 1", "paper", "metrics", "ours", "verify"), seeds=3
     ),
     "diffusion": Stage("bench/controls.py", ("diffusion",), decode=("diffusion",), seeds=3),
+    "ar-long": Stage(words=("--objective", "sft"), longer=3),
+    "mars-4-long": Stage(words=("--block", "4"), decode=("tau 1", "paper", "verify"), longer=3),
     "mars-8": Stage(words=("--block", "8"), B=8, decode=("tau 1", "paper", "verify")),
     "mars-16": Stage(words=("--block", "16"), B=16, decode=("tau 1", "paper", "verify")),
 }
@@ -86,7 +89,8 @@ class Plan:
     train_rows: int
     problems: int
     sft: tuple[str, ...]  # options of train.py; none: toy/sft is the model
-    mars: tuple[str, ...]  # of all stages behind it
+    steps: int  # of all stages behind it
+    mars: tuple[str, ...]  # other options of theirs
     stages: tuple[str, ...]
     seeds: int
     work: Path  # what is trained
@@ -105,7 +109,8 @@ FULL = Plan(
     train_rows=60_000,
     problems=1000,
     sft=("--steps", "900", "--batch", "32", "--lr", "2e-3"),
-    mars=("--steps", "400", "--batch", "32", "--lr", "1e-3"),
+    steps=400,
+    mars=("--batch", "32", "--lr", "1e-3"),
     stages=tuple(STAGES),
     seeds=3,
     work=WORK / "full",
@@ -117,7 +122,8 @@ QUICK = Plan(
     train_rows=20_000,
     problems=500,
     sft=(),
-    mars=("--steps", "150", "--batch", "64", "--lr", "1e-3"),
+    steps=150,
+    mars=("--batch", "64", "--lr", "1e-3"),
     stages=("sft", "ar", "mars-4", "diffusion", "no-clean-4"),
     seeds=1,
     work=WORK / "quick",
@@ -186,7 +192,8 @@ class Piece:
 
     def command(self) -> list[str]:
         start = Piece(self.plan, self.seed, self.stage.start).model()
-        schedule = self.plan.sft if self.name == "sft" else self.plan.mars
+        steps = ("--steps", str(self.plan.steps * self.stage.longer))
+        schedule = self.plan.sft if self.name == "sft" else steps + self.plan.mars
         words = [*self.stage.words, "--model", start, "--data", self.plan.work / "train.jsonl"]
         words += ["--out", self.model(), "--seed", self.seed, *schedule]
         words += ["--save-every", "50", "--held-out", "256"]

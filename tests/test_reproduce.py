@@ -21,7 +21,8 @@ def plan(tmp_path):
         QUICK,
         train_rows=40,
         problems=6,
-        mars=("--steps", "2", "--batch", "4", "--lr", "1e-4"),
+        steps=2,
+        mars=("--batch", "4", "--lr", "1e-4"),
         stages=("sft", "mars-4", "diffusion"),
         work=tmp_path,
         cache=tmp_path / "cache",
@@ -62,7 +63,7 @@ def test_decoding_goes_on_where_it_was_stopped(plan, monkeypatch):
 
 def test_a_failed_training_says_where_to_look(plan, monkeypatch):
     with pytest.raises(reproduce.UserError, match="ended with 2; see .*mars-4-0.txt"):
-        one(replace(plan, mars=("--steps", "0")), 0, "mars-4")
+        one(replace(plan, steps=0), 0, "mars-4")
     assert Piece(plan, 0, "mars-4").lacks()
 
 

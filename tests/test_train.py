@@ -450,10 +450,10 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
         for _ in range(3):
             args.batch_tokens = rng.choice([1, 128, 300, 512, 2000])
             monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
-            worlds, longest = rng.randint(1, 3), rng.choice([0, 0, 100, 150])
+            worlds, longest = rng.randint(1, 3), rng.choice([0, 100, 150])
             found = whole_step(model, examples, args, worlds, longest)
             assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-            first = batches(examples, model.config, args, 0, worlds)
+            first = batches(examples, model.config, args, 0, worlds, longest)
             shared += sum(int(batch.doc.max() > 0) for batch in first)
     assert shared > 10  # rows that several examples share
 
@@ -491,8 +491,11 @@ def test_packing():
         assert len(rows) == 1 or min(filled) + sorted(filled)[1] > width
 
 
-def test_the_forwards_of_a_step_have_one_shape(monkeypatch):
-    """As many in every process, or they would wait for each other for ever; and little padding."""
+def test_the_forwards_of_a_step(monkeypatch):
+    """As many in every process, or they would wait for each other for ever; and little padding.
+
+    Packed, they have one shape; else rows of like length share a forward.
+    """
     for seed in cases(20, 200):
         rng, worlds = random.Random(seed), 1 + seed % 4
         config = tiny_model(rng).config
@@ -502,17 +505,28 @@ def test_the_forwards_of_a_step_have_one_shape(monkeypatch):
             for _ in range(rng.randint(worlds, 128))
         ]
         args = arguments(monkeypatch, "--data", "x", "--batch-tokens", rng.choice([1024, 4096]))
-        each = [batches(examples, config, args, rank, worlds) for rank in range(worlds)]
-        assert len({len(forwards) for forwards in each}) == 1
-        [(rows, width)] = {tuple(batch.tokens.shape) for forwards in each for batch in forwards}
-        assert width % 32 == 0 and rows * width <= max(width, args.batch_tokens)
         total = sum(train.stream_length(e, config.block_size) for e in examples)
-        assert total == sum(int((b.doc >= 0).sum()) for forwards in each for b in forwards)
-        spare = len(each[0]) * worlds + 1  # a row for each forward, at worst, and the last one
-        assert worlds * len(each[0]) * rows <= 1.25 * total / width + spare
-        for some in (examples, examples[: 1 + len(examples) // 2], examples[:1]):
-            [shape] = {tuple(b.tokens.shape) for b in batches(some, config, args, 0, 1, 810)}
-            assert shape == (max(1, args.batch_tokens // 1216), 1216)
+        for longest in (810, 0):
+            each = [batches(examples, config, args, r, worlds, longest) for r in range(worlds)]
+            assert len({len(forwards) for forwards in each}) == 1
+            forwards = [batch for some in each for batch in some]
+            assert total == sum(int((batch.doc >= 0).sum()) for batch in forwards)
+            for batch in forwards:
+                rows, width = batch.tokens.shape
+                assert width % 32 == 0 and rows * width <= max(width, args.batch_tokens)
+            if longest:
+                [(rows, width)] = {tuple(batch.tokens.shape) for batch in forwards}
+                assert (rows, width) == (max(1, args.batch_tokens // 1216), 1216)
+                spare = len(each[0]) * worlds + 1  # a row for each forward, at worst, and the last
+                assert rows * len(forwards) <= 1.25 * total / width + spare * rows
+            else:
+                for batch in forwards:
+                    real = (batch.doc >= 0).sum(1)
+                    assert len(real) == 1 or real.min() >= 7 / 8 * batch.tokens.size(1) - 32
+                assert {int(batch.doc.max()) for batch in forwards} <= {0, -1}
+        if len(examples) >= 8 * worlds:  # none of the processes is left without work
+            shares = [sum(int((b.doc >= 0).sum()) for b in some) for some in each]
+            assert min(shares) > 0
 
 
 @torch.inference_mode()
