@@ -223,9 +223,13 @@ def guess(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple
 
 
 def tall_by_columns(model: Qwen2) -> None:
-    """Lay matrices with more rows than columns out by columns. Shapes and values stay the same."""
+    """Lay matrices with more rows than columns out by columns. Shapes and values stay the same.
+
+    Not those of a model in training: its optimizer goes by their layout.
+    """
     for weight in model.parameters():
-        if weight.dim() == 2 and weight.size(0) > weight.size(1) and weight.is_contiguous():
+        tall = weight.dim() == 2 and weight.size(0) > weight.size(1) and weight.is_contiguous()
+        if tall and not weight.requires_grad:
             weight.data = weight.data.t().contiguous().t()
 
 
@@ -280,8 +284,10 @@ class Decoder:
         self.widest, unit = fed + block, 256 if options.compile else 64
         capacity = longest + self.widest
         self.cache = KVCache(model.config, rows, capacity, model.device, dtype, unit)
-        for kept in sum(self.cache.layers, []) if options.compile else ():
-            torch._dynamo.mark_static_address(kept)  # or a CUDA graph would copy it
+        if options.compile:
+            for k, v in self.cache.layers:  # or a CUDA graph would copy them every time
+                torch._dynamo.mark_static_address(k)
+                torch._dynamo.mark_static_address(v)
 
     def __iter__(self) -> Iterator[tuple[Answer, list[int]]]:
         """Until all is done: every answer with its new tokens, as they come."""

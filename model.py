@@ -551,8 +551,11 @@ def add_mask_token(model: Qwen2, chat: Chat) -> None:
 
 
 def load(name: str, device="cpu", dtype=torch.float32) -> tuple[Qwen2, Chat]:
-    """Model and chat tokenizer of a directory or hub id, with a mask token: ready for MARS."""
+    """Model and chat tokenizer of a directory or hub id, with a mask token: ready for decoding.
+
+    To train it, let its weights have gradients: model.requires_grad_().
+    """
     directory = locate(name)
     model, chat = load_model(directory, device, dtype), Chat(directory)
     add_mask_token(model, chat)
-    return model, chat
+    return model.requires_grad_(False), chat

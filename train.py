@@ -931,6 +931,7 @@ def prepare(args: argparse.Namespace, device, dtype) -> tuple[Qwen2, Chat, Datas
         model.to(device)
     else:
         model, chat = load(args.model, device, torch.float32)
+        model.requires_grad_()
     model.config.block_size = args.block if args.objective == "mars" else None
     phases = args.block if args.block_phase == "random" else 1
     data = Dataset(rows, chat, model.config.eos_token_id[0], phases, args)

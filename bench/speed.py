@@ -213,7 +213,7 @@ def config_of(shape: str) -> Config:
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
     """Random weights in the shape of a Qwen2.5: they accept nothing, but cost what real ones do."""
-    return initialize(config_of(shape), seed=0).to(device, dtype)
+    return initialize(config_of(shape), seed=0).to(device, dtype).requires_grad_(False)
 
 
 def main() -> None:

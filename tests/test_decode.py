@@ -271,6 +271,19 @@ def test_inductor_decodes_a_problem(toy):
     assert static.tokens == eager.tokens and static.accepted == eager.accepted
 
 
+def test_a_model_in_training_keeps_its_layout():
+    """Decoding lays weights out anew where that is faster; AdamW pairs weights and moments by
+    memory, so that in the midst of training it would mix them up."""
+    model = tiny_model(random.Random(3)).float()
+    strides = [weight.stride() for weight in model.parameters()]
+    [before] = generate(model, [[2, 3]], tau=0.2, max_new=9)
+    assert [weight.stride() for weight in model.parameters()] == strides
+    values = [weight.clone() for weight in model.requires_grad_(False).parameters()]
+    [after] = generate(model, [[2, 3]], tau=0.2, max_new=9)
+    assert [weight.stride() for weight in model.parameters()] != strides
+    assert all(map(torch.equal, model.parameters(), values)) and before.tokens == after.tokens
+
+
 def test_admission_order_changes_nothing():
     """Seeds belong to prompts: neither the rows, the order nor the neighbours decide a draw."""
     for seed in cases(10, 100):
