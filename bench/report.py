@@ -330,7 +330,7 @@ def how(results: Results) -> dict[str, str]:
     """The machine, versions and time."""
     records = list(results.records.values())
     facts = {key: sorted({r[key] for r in records}) for key in ("machine", "versions", "date")}
-    seconds = sum(r.get("trained", {}).get("seconds", 0) for r in records)
+    seconds = sum(r.get("seconds", 0) for r in records)
     decoded = sum(d["seconds"] for r in records for d in r.get("decoded", {}).values())
     return {key: "; ".join(found) for key, found in facts.items()} | {
         "models": str(sum("trained" in r for r in records)),

@@ -12,6 +12,7 @@ committed cache this command only draws. The tables, verdicts and plots are benc
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -163,12 +164,15 @@ class Piece:
         self.plan, self.seed, self.name, self.stage = plan, seed, name, STAGES[name]
         self.path = plan.cache / f"{name}-{seed}.json"
         self.record = json.loads(self.path.read_text()) if self.path.exists() else {}
+        if "trained" in self.record and self.record["command"] != self.command():
+            raise UserError(f"{self.path}: was made by another command; move it away")
 
-    def model(self) -> Path:
-        """Where its model is, or will be."""
-        if self.name == "base" or (self.name == "sft" and not self.plan.sft):
+    def model(self, stage: str = "") -> Path:
+        """Where its model, or that of another stage with its seed, is or will be."""
+        stage = stage or self.name
+        if stage == "base" or (stage == "sft" and not self.plan.sft):
             return ROOT / "toy/sft"
-        return self.plan.work / f"{self.name}-{self.seed}"
+        return self.plan.work / f"{stage}-{self.seed}"
 
     def decoding(self) -> dict[str, dict]:
         ways = [settings(kind, self.stage.B, self.seed) for kind in self.stage.decode]
@@ -190,33 +194,37 @@ class Piece:
         text = json.dumps(self.record, indent=1) + "\n"
         replace({self.path: lambda path: path.write_text(text)})
 
-    def command(self) -> list[str]:
-        start = Piece(self.plan, self.seed, self.stage.start).model()
+    def command(self) -> str:
+        """What trains it."""
+        start = self.model(self.stage.start)
         steps = ("--steps", str(self.plan.steps * self.stage.longer))
         schedule = self.plan.sft if self.name == "sft" else steps + self.plan.mars
         words = [*self.stage.words, "--model", start, "--data", self.plan.work / "train.jsonl"]
         words += ["--out", self.model(), "--seed", self.seed, *schedule]
         words += ["--save-every", "50", "--held-out", "256"]
-        return [self.stage.script, *(str(w).removeprefix(f"{ROOT}/") for w in words)]
+        relative = (str(word).removeprefix(f"{ROOT}/") for word in words)
+        return " ".join(["python", self.stage.script, *relative])
 
     def train(self) -> None:
         """Run the command, if it has not been; it goes on from where it was stopped."""
         if self.model() == ROOT / "toy/sft" or "trained" in self.record:
             return
-        command, began = self.command(), time.perf_counter()
-        log = self.model().with_suffix(".txt")
-        with open(log, "w") as file:
-            words = [sys.executable, *command, "--resume"]
-            done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        began, log = time.perf_counter(), self.model().with_suffix(".txt")
+        self.record["command"] = self.command()
+        words = [sys.executable, *self.command().split()[1:], "--resume"]
+        try:
+            with open(log, "w") as file:
+                done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        finally:  # what was trained before a stop has taken its time, too
+            taken = self.record.get("seconds", 0) + time.perf_counter() - began
+            self.record["seconds"] = round(taken)
+            self.keep()
         if done.returncode:
-            raise UserError(f"{' '.join(command)}: ended with {done.returncode}; see {log}")
+            raise UserError(f"{self.command()}: ended with {done.returncode}; see {log}")
         lines = [json.loads(line) for line in open(self.model() / "log.jsonl")]
-        ahead = {line["step"]: line["look_ahead"] for line in lines if "look_ahead" in line}
-        self.record["command"] = "python " + " ".join(command)
         self.record["trained"] = {
-            "seconds": round(time.perf_counter() - began),
             "last": {key: lines[-1][key] for key in ("noisy", "clean") if key in lines[-1]},
-            "look_ahead": ahead,
+            "look_ahead": {x["step"]: x["look_ahead"] for x in lines if "look_ahead" in x},
         }
         self.keep()
 
@@ -261,11 +269,11 @@ def decoded(model: Qwen2, chat: Chat, problems: list[dict], way: str, options: d
 
 
 def make_data(plan: Plan) -> list[dict]:
-    """The problems; the rows to train on go into a file."""
-    rows, problems = split(plan.world, plan.train_rows, plan.problems)
-    plan.work.mkdir(parents=True, exist_ok=True)
-    if not (plan.work / "train.jsonl").exists():
-        write(plan.work / "train.jsonl", rows)
+    """The problems; the rows to train on go into a file, if it is not there."""
+    path = plan.work / "train.jsonl"
+    rows, problems = split(plan.world, 0 if path.exists() else plan.train_rows, plan.problems)
+    if rows:
+        replace({path: lambda beside: write(beside, rows)})
     return problems
 
 
@@ -311,9 +319,10 @@ def timings(plan: Plan, *command: str) -> str:
     """What that benchmark printed, now or before."""
     path = plan.cache / Path(command[0]).with_suffix(".txt").name
     if not path.exists():
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-        )
+        words = [sys.executable, *command]
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise UserError(f"{' '.join(command)}: ended with {done.returncode}")
         replace({path: lambda file: file.write_text(done.stdout)})
     return path.read_text()
 
@@ -339,6 +348,8 @@ def main() -> None:
         return
     if args.jobs < 1:
         raise UserError(f"--jobs {args.jobs}: must be at least 1")
+    if not importlib.util.find_spec("matplotlib"):
+        raise UserError("the plots need matplotlib: pip install -r bench/requirements.txt")
     all_of(plan, args.jobs, args.quick)
     texts = {} if args.quick else {name: timings(plan, *of) for name, of in TIMINGS.items()}
     report.write_report(report.Results(plan.cache), texts, plan.out)

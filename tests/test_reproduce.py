@@ -61,6 +61,13 @@ def test_decoding_goes_on_where_it_was_stopped(plan, monkeypatch):
     assert after["tau 1"]["right"] == "kept" and after["jacobi"]["forwards"]
 
 
+def test_a_record_of_another_plan_is_not_taken(plan):
+    """Somebody who changes the steps would once have drawn the old results."""
+    one(plan, 0, "mars-4")
+    with pytest.raises(reproduce.UserError, match="mars-4-0.json: was made by another command"):
+        Piece(replace(plan, steps=3), 0, "mars-4")
+
+
 def test_a_failed_training_says_where_to_look(plan, monkeypatch):
     with pytest.raises(reproduce.UserError, match="ended with 2; see .*mars-4-0.txt"):
         one(replace(plan, steps=0), 0, "mars-4")
@@ -83,7 +90,8 @@ def found(plan, right):
                 "seconds": 1.0,
             }
         ahead = {str(step): [0.9 - 0.1 * k for k in range(piece.stage.B + 1)] for step in (50, 100)}
-        piece.record["trained"] = {"seconds": 60, "last": {}, "look_ahead": ahead}
+        piece.record |= {"trained": {"last": {}, "look_ahead": ahead}, "seconds": 60}
+        piece.record["command"] = piece.command()
         piece.keep()
     return Results(plan.cache)
 
