@@ -240,14 +240,21 @@ def compiled(model: Qwen2) -> Callable[..., Tensor]:
     return torch.compile(model.forward, dynamic=False, mode=mode)
 
 
+ONEDNN = torch.backends.mkldnn.enabled
+
+
 @contextmanager
-def no_onednn() -> Iterator[None]:
-    """For bfloat16: torch's own product with one vector is faster, with more it is not."""
-    torch.backends.mkldnn.enabled, before = False, torch.backends.mkldnn.enabled
+def fast_for_one(model: Qwen2, tokens: Tensor) -> Iterator[None]:
+    """In bfloat16 torch's own product with one vector is faster than oneDNN's; with more it is not.
+
+    The switch is the whole process's: another thread may be slower meanwhile, but not otherwise.
+    """
+    alone = tokens.numel() == 1 and model.model.norm.weight.dtype == torch.bfloat16
+    torch.backends.mkldnn.enabled = ONEDNN and not alone
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before
+        torch.backends.mkldnn.enabled = ONEDNN
 
 
 def logits_at(model: Qwen2, hidden: Tensor, at: Tensor) -> Tensor:
@@ -282,7 +289,7 @@ class Decoder:
         if (model.device.type, dtype) == ("cpu", torch.float32):
             tall_by_columns(model)
         self.widest, unit = fed + block, 256 if options.compile else 64
-        capacity = longest + self.widest
+        capacity = -(-(longest + self.widest) // unit) * unit
         self.cache = KVCache(model.config, rows, capacity, model.device, dtype, unit)
         if options.compile:
             for k, v in self.cache.layers:  # or a CUDA graph would copy them every time
@@ -344,7 +351,7 @@ class Decoder:
         self.cache.reserve(width, where)
         real = [len(answer.ids) - n if answer else 0 for answer, n in zip(batch, lengths)]
         last = torch.tensor(real, device=device)[:, None].sub(1).clamp(min=0)
-        with no_onednn() if tokens.numel() == 1 else nullcontext():
+        with fast_for_one(self.model, tokens):
             hidden = model(tokens, pos, self.cache.mask(pos, start), self.cache)
             decided = (self.check if self.options.verify else self.accept)(hidden, last, batch)
 
@@ -606,8 +613,11 @@ def main() -> None:
     else:
         prompt = chat.prompt([*system, {"role": "user", "content": args.prompt}])
         answers = [Answer(chat.encode(prompt), model, options)]
-        decoder = Decoder(model, [], options, 1, len(answers[0].ids) + options.max_new)
-        Decoder(model, [Answer([0], model, options)], options, 1).step()  # start-up, untimed
+        longest = len(answers[0].ids) + options.max_new
+        warm_up = Decoder(model, [Answer([0], model, options)], options, 1, longest)
+        warm_up.step()  # untimed: a prompt, and what follows (--compile: the compiler)
+        warm_up.step()
+        decoder = Decoder(model, [], options, 1, longest)
         say(decoder, chat, answers[0], show)
     tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
     if not plain and forwards >= 8 and tokens < 1.05 * forwards:

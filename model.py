@@ -481,19 +481,19 @@ class Chat:
     def _add_tokens(self, path: Path) -> None:
         """Those that tokenizer.json lacks: some checkpoints list what they added beside it."""
         added = read_json(path) if path.exists() else {}
-        listed = self.settings.get("added_tokens_decoder") or {}
         try:
-            ids = {**added, **{token["content"]: int(id) for id, token in listed.items()}}
-            pairs = sorted(ids.items(), key=lambda pair: int(pair[1]))
+            listed = {int(id): AddedToken(word, normalized=False) for word, id in added.items()}
+            for id, token in (self.settings.get("added_tokens_decoder") or {}).items():
+                special = token.get("special", True)
+                listed[int(id)] = AddedToken(token["content"], normalized=False, special=special)
         except (TypeError, ValueError, AttributeError, KeyError):
             raise UserError(f"{path.parent}: its list of added tokens is damaged") from None
-        for token, id in pairs:
-            if self.tokenizer.token_to_id(token) is None:
-                special = AddedToken(token, normalized=False, special=True)
-                self.tokenizer.add_special_tokens([special])
-            if self.tokenizer.token_to_id(token) != id:
-                found = self.tokenizer.token_to_id(token)
-                raise UserError(f"{path}: {token} is {id} there, but {found} in tokenizer.json")
+        for id, token in sorted(listed.items(), key=lambda pair: pair[0]):
+            if self.tokenizer.token_to_id(token.content) is None:
+                self.tokenizer.add_tokens([token])
+            found = self.tokenizer.token_to_id(token.content)
+            if found != id:
+                raise UserError(f"{path.parent}: {token.content} is listed as {id}, but is {found}")
 
     def _compile(self) -> Callable[..., str]:
         """With transformers' whitespace rules, and sandboxed: it is a program from a stranger."""

@@ -920,7 +920,7 @@ def prepare(args: argparse.Namespace, device, dtype) -> tuple[Qwen2, Chat, Datas
     if args.max_length > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise UserError(f"--max-length {args.max_length}: the model has {limit} positions")
-    if args.block > args.max_length:
+    if args.objective == "mars" and args.block > args.max_length:
         raise UserError(f"--block {args.block}: more than --max-length {args.max_length}")
     rows = Rows(args.data)
     found = resumable(args, rows)

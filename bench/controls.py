@@ -9,7 +9,8 @@ Each is train.py with a few functions exchanged, and takes its options.
     mask with probability t, drawn per example. The model sees the blocks before as they are, all of
     this one whatever the order (that is what MARS does without), and recovers what was masked;
     weight 1/t. Its output is right-shifted, as in the paper's code and in MARS: so a block's window
-    begins with the token before it. To decode: one forward per token, the surest mask first.
+    begins with the token before it. To decode: a forward per token, the surest mask first, and
+    one per block that puts it into the cache.
   * over-t: MARS with every example's loss weighted by 1/t, t uniform in (0.001, 1). The paper's
     code does this where it leaves out the clean loss.
   * Jacobi decoding needs no training: guesses are what the ordinary model said behind the last
@@ -135,6 +136,11 @@ def diffuse(model: Qwen2, prompts: list[list[int]], max_new: int = 256) -> list[
         done = all(len(new) >= max_new or stop & set(new) for new in news)
     ends = [min([new.index(e) + 1 for e in stop if e in new], default=max_new) for new in news]
     return [new[: min(end, max_new)] for new, end in zip(news, ends)]
+
+
+def diffusion_forwards(answer: list[int], block_size: int) -> int:
+    """That an answer takes: its prompt, a forward per token of its blocks, and one per block."""
+    return 1 + -(-len(answer) // block_size) * (block_size + 1)
 
 
 # ----------------------------------------------------------------------------------------- over t

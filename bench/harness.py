@@ -1,6 +1,6 @@
 """Benchmarks with EleutherAI's lm-evaluation-harness, and tokens per forward beside accuracy.
 
-    python bench/harness.py --model Xalphinions/MARS-Qwen2.5-0.5B-blk4 --tau 1 .95
+    python bench/harness.py --model Xalphinions/MARS-Qwen2.5-0.5B-blk4 --block 4 --run-code
     python bench/harness.py --tasks gsm8k_cot bbh toy --data bench/data --limit 50
 
 The first prints the paper's six tasks, the second needs no network. Settings are the paper's: the
@@ -36,7 +36,8 @@ from tqdm import tqdm
 
 from bench.pareto import ROOT
 from decode import Answer, Decoder, Options, plain_ar
-from model import UserError, load, place, run
+from model import UserError, load, place, read_json, run
+from train import Rows
 
 METRICS = {  # of each task the one that is printed
     "ifeval": "prompt_level_strict_acc,none",
@@ -154,6 +155,7 @@ def local(name: str, file: Path, folder: Path, field: str | None = None) -> str:
     """The harness's own task on a file of problems: a YAML that includes its."""
     if not file.is_file():
         raise UserError(f"{file}: no such file, which the task {name} needs")
+    (read_json if field else Rows)(file)  # raises for what is damaged
     if name not in manager().task_index:
         raise UserError(f"{file}: the harness has no task {name}")
     files = {"data_files": {"test": str(file.resolve())}} | ({"field": field} if field else {})
@@ -237,6 +239,8 @@ def main() -> None:
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if args.samples:
+        open(args.samples, "a").close()  # or it would fail after the work
     with tempfile.TemporaryDirectory() as folder:
         tasks = {name: tasks_of(name, args.data, Path(folder)) for name in args.tasks}
         print_table(tasks, args)

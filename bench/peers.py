@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -30,7 +30,7 @@ except ImportError:
 from bench.pareto import ROOT, encode, read_problems, tokens_per_forward
 from bench.report import table
 from bench.speed import SHAPES, machine, random_model, wait
-from decode import Answer, generate, no_onednn
+from decode import Answer, fast_for_one, generate
 from kv_cache import KVCache
 from model import Qwen2, UserError, load, place, run
 from train import peak_memory
@@ -41,10 +41,11 @@ WAYS = {  # ours: options of `generate`
     "verify, tau 0": {"tau": 0.0, "verify": True},
 }
 LOOKUP = 10  # tokens that transformers' prompt lookup proposes
+READ = {1: 1, 5: 5, 9: 5, 25: 10}  # logits that a forward of so many positions is asked for, B = 4
 
 
 def theirs(model: Qwen2) -> transformers.Qwen2ForCausalLM:
-    """transformers' model around our very tensors."""
+    """transformers' model around our tensors, as they are laid out before our first decoding."""
     config = vars(model.config) | {"eos_token_id": list(model.config.eos_token_id)}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.config.rope_theta}
     config = transformers.Qwen2Config(**config)
@@ -171,7 +172,7 @@ def compare(model: Qwen2, other, prompts: list, rows: int, ways: dict, args) -> 
     """A table: all contestants in turn, `rounds` times."""
     competing = {name: Timed(f) for name, f in contestants(model, other, rows, ways).items()}
     for one in competing.values():
-        one.answer(prompts[:rows], 4)  # start-up, untimed
+        one.answer(prompts[:rows], args.max_new)  # start-up, untimed
     for _ in range(args.rounds):
         for one in competing.values():
             one.round(model.device, prompts, args.max_new)
@@ -219,9 +220,9 @@ def forward_times(model: Qwen2, widths: tuple[int, ...], rounds: int) -> dict[in
 
             def forward(tokens=tokens, pos=pos, width=width) -> list:
                 cache.reserve(width)
-                with no_onednn() if width == 1 else nullcontext():
+                with fast_for_one(model, tokens):
                     hidden = model(tokens, pos, cache.mask(pos, pos + 1), cache)
-                    return model.logits(hidden[0, : min(width, 10)].clone()).argmax(-1).tolist()
+                    return model.logits(hidden[0, : READ[width]].clone()).argmax(-1).tolist()
 
             taken[width].append(1000 * timed(model.device, forward)[1])
     return {width: statistics.median(times[1:]) for width, times in taken.items()}
@@ -229,7 +230,7 @@ def forward_times(model: Qwen2, widths: tuple[int, ...], rounds: int) -> dict[in
 
 def project(model: Qwen2, bundled: Qwen2, prompts: list, args) -> None:
     """What a forward costs here, and what tokens per forward as the bundled model's would give."""
-    times = forward_times(model, (1, 5, 9, 25), args.rounds)
+    times = forward_times(model, tuple(READ), args.rounds)
     rows = [[str(width), f"{ms:.1f}", f"{ms / times[1]:.2f}"] for width, ms in times.items()]
     print(f"\n{table(['positions', 'ms/forward', 'x one position'], rows)}")
     print("\nProjection, not a measurement: with the bundled model's tokens per forward")
@@ -258,9 +259,9 @@ def main() -> None:
     add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
     # fmt: on
     args = parser.parse_args()
-    if args.rounds < 1 or min(args.rows) < 1:
-        raise UserError("--rounds and --rows: must be at least 1")
-    args.max_new = args.max_new or (16 if args.shape else 256)
+    args.max_new = (16 if args.shape else 256) if args.max_new is None else args.max_new
+    if min(args.rounds, *args.rows) < 1 or args.max_new < 2:
+        raise UserError("--rounds and --rows must be at least 1, --max-new at least 2")
     device, dtype = place(args.device, args.dtype)
     bundled, chat = load(args.model, device, dtype)
     prompts = encode(chat, read_problems(args.data, args.limit))

@@ -12,6 +12,8 @@ committed cache this command only draws. The tables, verdicts and plots are benc
 
 import argparse
 import datetime
+import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +32,15 @@ import torch
 from tqdm import tqdm
 
 from bench import report
-from bench.controls import Jacobi, diffuse
+from bench.controls import Jacobi, diffuse, diffusion_forwards
 from bench.pareto import ROOT, encode, last_number
 from bench.report import ENTROPIES, MARGINS, TAUS
 from decode import generate
 from model import Chat, Qwen2, UserError, load, place, replace, run
 from toy.make import World, hard_problem, problem, split, write
+from train import Rows
 
-WORK, RESULTS = ROOT / "bench/work", ROOT / "bench/results"
+WORK, RESULTS, SFT = ROOT / "bench/work", ROOT / "bench/results", ROOT / "toy/sft"
 ROWS = 64  # problems decoded at a time
 GUESSES = 16  # of Jacobi decoding
 
@@ -97,6 +100,7 @@ class Plan:
     work: Path  # what is trained
     cache: Path  # what is found
     out: Path  # the report
+    method: str  # of the report: what is different from run to run
 
     def pieces(self) -> Iterator[tuple[int, str]]:
         """(seed, stage), in an order in which none comes before what it starts from."""
@@ -117,6 +121,13 @@ FULL = Plan(
     work=WORK / "full",
     cache=RESULTS / "cache",
     out=RESULTS,
+    method="""\
+**The world** is harder than the bundled one (`python toy/make.py --hard`): one to six operations on
+numbers up to 999, among sentences that are beside the point. The model has 1.5 M parameters and has
+learnt the easy world ([toy/sft](../../toy/README.md)). Stage 1, AR SFT, is 900 steps of 32 problems
+from there; every other model is 400 steps of 32 from AR SFT (or three times as many, where it says
+so), at half the learning rate, on the same data in the same order. Seeds differ in the order of the
+data, from stage 1 on.""",
 )
 QUICK = Plan(
     world=problem,
@@ -130,7 +141,19 @@ QUICK = Plan(
     work=WORK / "quick",
     cache=WORK / "quick/cache",
     out=WORK / "quick",
+    method="""\
+**This is the quick run**: the easy world of toy/, where little can go wrong, with the bundled
+toy/sft as AR SFT; every other model is 150 steps of 64 problems from there. One seed. Left out:
+more seeds, B = 8 and 16, the 1/t weights, distillation, fixed blocks, longer training, wall-clock
+times.""",
 )
+
+
+@functools.cache
+def problems_of(plan: Plan) -> tuple[list[dict], str]:
+    """The problems, and a hash by which records know them."""
+    _, problems = split(plan.world, 0, plan.problems)
+    return problems, hashlib.sha256(json.dumps(problems).encode()).hexdigest()[:16]
 
 
 def settings(kind: str, B: int, seed: int) -> dict[str, dict]:
@@ -151,7 +174,7 @@ def settings(kind: str, B: int, seed: int) -> dict[str, dict]:
         return {"verify": ours | {"tau": 0.0, "verify": True}}
     if kind == "paper .95":
         return {"paper 0.95": paper | {"tau": 0.95}}
-    return {kind: {"tau": 1.0}}
+    return {kind: {"tau": 1.0} | ({"guesses": GUESSES} if kind == "jacobi" else {})}
 
 
 # ------------------------------------------------------------------------------------------ pieces
@@ -164,14 +187,18 @@ class Piece:
         self.plan, self.seed, self.name, self.stage = plan, seed, name, STAGES[name]
         self.path = plan.cache / f"{name}-{seed}.json"
         self.record = json.loads(self.path.read_text()) if self.path.exists() else {}
-        if "trained" in self.record and self.record["command"] != self.command():
-            raise UserError(f"{self.path}: was made by another command; move it away")
+        mine = {"problems": problems_of(plan)[1]}
+        mine |= {"command": self.command()} if self.name != "base" and self.model() != SFT else {}
+        for what, value in mine.items():
+            if {"trained", "decoded"} & self.record.keys() and self.record.get(what) != value:
+                raise UserError(f"{self.path}: is of other {what}; move it away to compute anew")
+        self.record |= mine
 
     def model(self, stage: str = "") -> Path:
         """Where its model, or that of another stage with its seed, is or will be."""
         stage = stage or self.name
         if stage == "base" or (stage == "sft" and not self.plan.sft):
-            return ROOT / "toy/sft"
+            return SFT
         return self.plan.work / f"{stage}-{self.seed}"
 
     def decoding(self) -> dict[str, dict]:
@@ -179,11 +206,16 @@ class Piece:
         return {name: options for way in ways for name, options in way.items()}
 
     def missing(self) -> list[str]:
-        return [way for way in self.decoding() if way not in self.record.get("decoded", {})]
+        """Ways to decode that the record has not, or with other options."""
+        done, ways = self.record.get("decoded", {}), self.decoding()
+        return [way for way in ways if done.get(way, {}).get("options") != ways[way]]
 
     def lacks(self) -> bool:
-        trained = "trained" in self.record or self.model() == ROOT / "toy/sft"
-        return not trained or bool(self.missing())
+        return not ("trained" in self.record or self.model() == SFT) or bool(self.missing())
+
+    def has_weights(self) -> bool:
+        """They are not committed, the record is; who starts from them needs them."""
+        return (self.model() / "model.safetensors").exists()
 
     def keep(self) -> None:
         """Write the record; a line per entry, so that a diff shows what changed."""
@@ -206,11 +238,8 @@ class Piece:
         return " ".join(["python", self.stage.script, *relative])
 
     def train(self) -> None:
-        """Run the command, if it has not been; it goes on from where it was stopped."""
-        if self.model() == ROOT / "toy/sft" or "trained" in self.record:
-            return
+        """Run the command; it goes on from where it was stopped."""
         began, log = time.perf_counter(), self.model().with_suffix(".txt")
-        self.record["command"] = self.command()
         words = [sys.executable, *self.command().split()[1:], "--resume"]
         try:
             with open(log, "w") as file:
@@ -239,25 +268,29 @@ class Piece:
             self.keep()
 
 
-def decoded(model: Qwen2, chat: Chat, problems: list[dict], way: str, options: dict) -> dict:
-    """Which problems were right, as a text of 0 and 1, and what the tokens cost."""
-    began = time.perf_counter()
-    prompts = encode(chat, problems)
+def answers_to(model: Qwen2, prompts: list, way: str, options: dict) -> tuple[list, int]:
+    """The tokens of each answer, and how many forwards all of them took."""
     if way == "diffusion":
         starts = range(0, len(prompts), ROWS)
         tokens = [answer for i in starts for answer in diffuse(model, prompts[i : i + ROWS])]
-        forwards = sum(map(len, tokens))
+        return tokens, sum(diffusion_forwards(t, model.config.block_size) for t in tokens)
+    if way == "jacobi":
+        decoder = Jacobi(model, prompts, options["guesses"], ROWS)
+        answers = list(decoder.waiting)
+        for _ in decoder:
+            pass
     else:
-        if way == "jacobi":
-            decoder = Jacobi(model, prompts, GUESSES, ROWS)
-            answers = list(decoder.waiting)
-            for _ in decoder:
-                pass
-        else:
-            answers = generate(model, prompts, ROWS, **options)
-        tokens, forwards = [a.tokens for a in answers], sum(a.forwards for a in answers)
+        answers = generate(model, prompts, ROWS, **options)
+    return [a.tokens for a in answers], sum(a.forwards for a in answers)
+
+
+def decoded(model: Qwen2, chat: Chat, problems: list[dict], way: str, options: dict) -> dict:
+    """Which problems were right, as a text of 0 and 1, and what the tokens cost."""
+    began = time.perf_counter()
+    tokens, forwards = answers_to(model, encode(chat, problems), way, options)
     said = [last_number(chat.decode(answer)) for answer in tokens]
     return {
+        "options": options,
         "right": "".join(str(int(s == p["answer"])) for s, p in zip(said, problems)),
         "tokens": sum(map(len, tokens)),
         "forwards": forwards,
@@ -268,26 +301,38 @@ def decoded(model: Qwen2, chat: Chat, problems: list[dict], way: str, options: d
 # ----------------------------------------------------------------------------------------- the run
 
 
-def make_data(plan: Plan) -> list[dict]:
-    """The problems; the rows to train on go into a file, if it is not there."""
-    path = plan.work / "train.jsonl"
-    rows, problems = split(plan.world, 0 if path.exists() else plan.train_rows, plan.problems)
-    if rows:
+def make_data(plan: Plan) -> None:
+    """The rows to train on, in a file; none of them may be a problem."""
+    path, problems = plan.work / "train.jsonl", problems_of(plan)[0]
+    if not path.exists():
+        rows, _ = split(plan.world, plan.train_rows, plan.problems)
         replace({path: lambda beside: write(beside, rows)})
-    return problems
+    prompts = {problem["prompt"] for problem in problems}
+    if any(row["prompt"] in prompts for row in Rows(path)):
+        raise UserError(f"{path}: has problems that are to be unseen; move it away")
 
 
 def one(plan: Plan, seed: int, name: str) -> None:
+    """A piece that lacks something, or whose weights somebody starts from and that are gone."""
     piece = Piece(plan, seed, name)
-    problems = make_data(plan)
-    piece.train()
-    piece.decode(problems)
+    if piece.stage.start and piece.model() != SFT and (piece.lacks() or not piece.has_weights()):
+        make_data(plan)
+        piece.train()
+    piece.decode(problems_of(plan)[0])
+
+
+def to_do(plan: Plan) -> dict[tuple[int, str], Piece]:
+    """The pieces that lack something, and those that they start from if their weights are gone."""
+    pieces = {key: Piece(plan, *key) for key in plan.pieces()}
+    lacking = {key for key, piece in pieces.items() if piece.lacks()}
+    starts = {(seed, STAGES[name].start) for seed, name in lacking} & pieces.keys()
+    gone = {key for key in starts if not pieces[key].has_weights()}
+    return {key: piece for key, piece in pieces.items() if key in lacking | gone}
 
 
 def all_of(plan: Plan, jobs: int, quick: bool) -> None:
     """Every piece in a process of its own, `jobs` at a time."""
-    pieces = [Piece(plan, *key) for key in plan.pieces()]
-    lacking = {(piece.seed, piece.name): piece for piece in pieces if piece.lacks()}
+    lacking = to_do(plan)
     if not lacking:
         return
     make_data(plan)
@@ -301,14 +346,19 @@ def all_of(plan: Plan, jobs: int, quick: bool) -> None:
         words += ["--quick"] if quick else []
         ended = subprocess.run(words, env=os.environ | threads, stderr=subprocess.PIPE, text=True)
         if ended.returncode:
-            raise UserError(f"{piece.name}, seed {piece.seed}: {ended.stderr.strip()[-300:]}")
+            reason = (ended.stderr.strip().splitlines() or [f"ended with {ended.returncode}"])[-1]
+            raise UserError(f"{piece.name}, seed {piece.seed}: {reason}")
         bar.update()
 
     with ThreadPoolExecutor(jobs) as pool, bar:
-        for key, piece in lacking.items():
-            done[key] = pool.submit(work, piece)
-        for future in done.values():
-            future.result()
+        try:
+            for key, piece in lacking.items():
+                done[key] = pool.submit(work, piece)
+            for future in as_completed(done.values()):
+                future.result()
+        except BaseException:  # Ctrl-C, too: those that run end by themselves, the others not begin
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 # Wall clock, of the bundled models: nothing else may run.
@@ -352,6 +402,7 @@ def main() -> None:
         raise UserError("the plots need matplotlib: pip install -r bench/requirements.txt")
     all_of(plan, args.jobs, args.quick)
     texts = {} if args.quick else {name: timings(plan, *of) for name, of in TIMINGS.items()}
+    texts["method"] = plan.method
     report.write_report(report.Results(plan.cache), texts, plan.out)
     print(f"{plan.out / 'paper.md'}, and plots beside it")
 

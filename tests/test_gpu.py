@@ -54,13 +54,15 @@ def test_bfloat16_solves_problems_several_tokens_at_a_time():
 def test_flex_attention_is_the_dense_mask():
     """Packed rows of two streams: the same losses and the same gradient, in float32."""
     model, chat, _, _ = toy("cuda", torch.float32)
+    model.requires_grad_()
     rows = [json.loads(line) for line in (ROOT / "toy/train.jsonl").read_text().splitlines()]
     examples = [train.encode(row, chat, 2, 512) for row in rows[:40]]
     args = train.parse_arguments(["--data", "none", "--batch-tokens", "1024"])
+    packed = train.batches(examples, model.config, args, longest=train.longest_stream(args))
     found = {"block_mask": [], "dense_mask": []}
     for name, results in found.items():
         model.zero_grad()
-        for batch in train.batches(examples, model.config, args):
+        for batch in packed:
             batch = train.Batch(*(field.cuda() for field in batch))
             mask = getattr(train, name)(batch)
             hidden = model(batch.tokens, batch.pos, mask)[batch.noisy > 0]

@@ -368,13 +368,19 @@ def test_tokens_that_are_listed_beside_the_tokenizer(checkpoint):
     listed = {str(id): {"content": token, "special": True} for token, id in extra.items()}
     settings.write_text(json.dumps({"added_tokens_decoder": listed}))
     assert Chat(checkpoint).mask_id == mask_id
-    for damage in ('{"<|mask|>": "four"}', '{"<|mask|>": null}'):
-        (checkpoint / "added_tokens.json").write_text(damage)
-        settings.write_text("{}")
+    for added, damage in (
+        ('{"<|mask|>": "four"}', "{}"),
+        ('{"<|mask|>": null}', "{}"),
+        ("{}", '{"added_tokens_decoder": {"5": {"content": 7}}}'),
+        ("{}", '{"added_tokens_decoder": ["<|mask|>"]}'),
+    ):
+        (checkpoint / "added_tokens.json").write_text(added)
+        settings.write_text(damage)
         with pytest.raises(UserError, match="its list of added tokens is damaged"):
             Chat(checkpoint)
+    settings.write_text("{}")
     (checkpoint / "added_tokens.json").write_text(f'{{"<|mask|>": {mask_id + 7}}}')
-    with pytest.raises(UserError, match=f"<.mask.> is {mask_id + 7} there, but {mask_id} in"):
+    with pytest.raises(UserError, match=f"<.mask.> is listed as {mask_id + 7}, but is {mask_id}"):
         Chat(checkpoint)
 
 
