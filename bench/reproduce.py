@@ -68,8 +68,6 @@ STAGES = {
         words=("--block", "4"), decode=("tau 1", "paper", "metrics", "ours", "verify"), seeds=3
     ),
     "diffusion": Stage("bench/controls.py", ("diffusion",), decode=("diffusion",), seeds=3),
-    "ar-long": Stage(words=("--objective", "sft"), longer=3),
-    "mars-4-long": Stage(words=("--block", "4"), decode=("tau 1", "paper", "verify"), longer=3),
     "mars-8": Stage(words=("--block", "8"), B=8, decode=("tau 1", "paper", "verify")),
     "mars-16": Stage(words=("--block", "16"), B=16, decode=("tau 1", "paper", "verify")),
 }
@@ -82,6 +80,8 @@ STAGES |= {
     "fixed": Stage(
         words=("--block", "4", "--block-phase", "fixed"), decode=("tau 1", "ours", "verify")
     ),
+    "ar-long": Stage(words=("--objective", "sft"), longer=3),
+    "mars-4-long": Stage(words=("--block", "4"), decode=("tau 1", "paper", "verify"), longer=3),
 }
 
 
