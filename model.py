@@ -166,6 +166,7 @@ def visible(q_pos, q_start, q_doc, k_pos, k_start, k_doc):
 # -------------------------------------------------------------------------------------- transformer
 
 LOGITS_AT_A_TIME = 2**26  # in training: 256 MiB in float32
+NARROW = 96  # positions, of a forward while decoding
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -180,6 +181,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def as_positions(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The query heads that share a key head, as more positions of one: the same products, in one.
+
+    q (B, heads, T, head_dim) to (B, kv_heads, heads / kv_heads * T, head_dim), and its mask. One
+    token of eight rows is attended to twice as fast in float32 and six times in bfloat16 on a CPU,
+    and on a GPU more kernels apply. With many positions there is nothing to gain; with a single
+    key head to share out, other threads would idle.
+    """
+    if q.size(2) > NARROW or len(k) * k.size(1) == 1:
+        return q, mask
+    return q.reshape(*k.shape[:2], -1, q.size(3)), torch.cat([mask] * (q.size(1) // k.size(1)), 2)
 
 
 @functools.cache
@@ -210,12 +224,14 @@ class Attention(nn.Module):
         q, k = rotate(torch.cat([q, k], dim=1), cos, sin).split([q.size(1), k.size(1)], dim=1)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)  # (B, kv_heads, S, head_dim), the old and the new
+            q, mask = as_positions(q, k, mask)
         if mask is None or isinstance(mask, Tensor):
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )
         else:
             y = flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+        y = y.reshape(B, -1, T, self.head_dim)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
