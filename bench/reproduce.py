@@ -80,8 +80,8 @@ STAGES |= {
     "fixed": Stage(
         words=("--block", "4", "--block-phase", "fixed"), decode=("tau 1", "ours", "verify")
     ),
-    "ar-long": Stage(words=("--objective", "sft"), longer=3),
-    "mars-4-long": Stage(words=("--block", "4"), decode=("tau 1", "paper", "verify"), longer=3),
+    "ar-long": Stage(words=("--objective", "sft"), longer=2),
+    "mars-4-long": Stage(words=("--block", "4"), decode=("tau 1", "paper", "verify"), longer=2),
 }
 
 
@@ -125,7 +125,7 @@ FULL = Plan(
 **The world** is harder than the bundled one (`python toy/make.py --hard`): one to six operations on
 numbers up to 999, among sentences that are beside the point. The model has 1.5 M parameters and has
 learnt the easy world ([toy/sft](../../toy/README.md)). Stage 1, AR SFT, is 900 steps of 32 problems
-from there; every other model is 400 steps of 32 from AR SFT (or three times as many, where it says
+from there; every other model is 400 steps of 32 from AR SFT (or twice as many, where it says
 so), at half the learning rate, on the same data in the same order. Seeds differ in the order of the
 data, from stage 1 on.""",
 )
