@@ -6,6 +6,7 @@ problems only. A difference is taken problem by problem and seed by seed: all mo
 problems, so most of their luck is shared, and its interval narrower than the accuracies' suggest.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable
@@ -406,10 +407,9 @@ STYLE = {
 
 def curve(results: Results, axes, name: str, ways: list[str], only=range(10), **look) -> None:
     """Accuracy over tokens per forward, in a band that is the interval."""
-    try:
-        found = [results.accuracy(name, way, only) for way in ways]
-    except Missing:
+    if not results.has(name, ways[-1]):
         return
+    found = [results.accuracy(name, way, only) for way in ways]
     x = [results.speed(name, way, only) for way in ways]
     mean, low, high = (100 * np.array(values) for values in zip(*found))
     axes.plot(x, mean, markersize=5, **look)
@@ -462,6 +462,7 @@ def plot_clean_loss(results: Results, axes) -> None:
 
 
 def plot_confidence(results: Results, axes) -> None:
+    results.of("mars-4", WAYS["margin"][0], [0])  # or there is no plot
     looks = {"probability": (BLUE, "o"), "entropy": (ORANGE, "s"), "margin": (GREEN, "^")}
     for metric, (colour, marker) in looks.items():
         look = {"color": colour, "marker": marker, "label": metric}
@@ -494,9 +495,7 @@ def draw(results: Results, out: Path) -> None:
     with matplotlib.rc_context(STYLE):
         for name, plot in PLOTS.items():
             figure, axes = pyplot.subplots()
-            try:
+            with contextlib.suppress(Missing):
                 plot(results, axes)
                 figure.savefig(out / name)
-            except Missing:
-                pass
             pyplot.close(figure)

@@ -7,6 +7,7 @@ import shutil
 import string
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,19 @@ def plan(tmp_path):
         work=tmp_path,
         cache=tmp_path / "cache",
     )
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Trainings that take no time: what comes out is toy/sft."""
+
+    def train(words, **_):
+        out = Path(words[words.index("--out") + 1])
+        shutil.copytree(ROOT / "toy/sft", out)
+        (out / "log.jsonl").write_text('{"step": 2, "clean": 0.1, "look_ahead": [0.9]}\n')
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(reproduce.subprocess, "run", train)
 
 
 def test_a_piece_is_trained_and_decoded_once(plan, monkeypatch):
@@ -63,12 +77,13 @@ def test_decoding_goes_on_where_it_was_stopped(plan, monkeypatch):
     assert after["tau 1"]["right"] == "kept" and after["jacobi"]["forwards"]
 
 
-def test_a_record_of_another_plan_is_not_taken(plan, monkeypatch):
+def test_a_record_of_another_plan_is_not_taken(plan, monkeypatch, at_once):
     """Somebody who changes the steps would once have drawn the old results."""
-    one(plan, 0, "mars-4")
+    plan = replace(plan, stages=("sft", "ar", "diffusion"))
+    one(plan, 0, "ar")
     for other, what in (({"steps": 3}, "command"), ({"problems": 7}, "problems")):
-        with pytest.raises(reproduce.UserError, match=f"mars-4-0.json: is of other {what}"):
-            Piece(replace(plan, **other), 0, "mars-4")
+        with pytest.raises(reproduce.UserError, match=f"ar-0.json: is of other {what}"):
+            Piece(replace(plan, **other), 0, "ar")
     monkeypatch.setattr("bench.reproduce.GUESSES", 3)
     one(plan, 0, "sft")
     monkeypatch.setattr("bench.reproduce.GUESSES", 4)
@@ -79,28 +94,28 @@ def test_a_record_of_another_plan_is_not_taken(plan, monkeypatch):
         one(plan, 0, "diffusion")
 
 
-def test_weights_that_somebody_starts_from_are_made_again(plan):
+def test_weights_that_somebody_starts_from_are_made_again(plan, at_once):
     """Only the records are committed: in a fresh clone the weights are not there."""
-    plan = replace(plan, sft=("--steps", "2", "--batch", "4"))
-    for name in ("sft", "mars-4"):
+    plan = replace(plan, sft=("--steps", "2"), stages=("sft", "ar", "diffusion"))
+    for name in ("sft", "ar"):
         one(plan, 0, name)
-    assert not to_do(replace(plan, stages=("sft", "mars-4")))
+    assert not to_do(replace(plan, stages=("sft", "ar")))
     shutil.rmtree(plan.work / "sft-0")
-    assert not to_do(replace(plan, stages=("sft", "mars-4")))
+    assert not to_do(replace(plan, stages=("sft", "ar")))
     assert list(to_do(plan)) == [(0, "sft"), (0, "diffusion")]
     one(plan, 0, "sft")
     assert list(to_do(plan)) == [(0, "diffusion")]
 
 
-def test_from_nothing_to_a_report(plan, monkeypatch, capsys):
+def test_from_nothing_to_a_report(plan, monkeypatch, at_once):
     """All pieces, side by side; a failure says its reason, and stops what has not begun."""
     pytest.importorskip("matplotlib", reason="pip install -r bench/requirements.txt")
-    plan = replace(plan, stages=("sft", "mars-4"), out=plan.work / "out")
+    plan = replace(plan, stages=("sft", "ar"), out=plan.work / "out")
     begun = []
 
     def child(words, **_):
         begun.append(words[5])
-        if words[5] == "mars-4" and len(begun) == 2:
+        if words[5] == "ar" and len(begun) == 2:
             return subprocess.CompletedProcess(words, 2, stderr="Traceback\n\nKeyError: 'why'\n")
         one(plan, int(words[3]), words[5])
         return subprocess.CompletedProcess(words, 0, stderr="")
@@ -111,7 +126,7 @@ def test_from_nothing_to_a_report(plan, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(reproduce.subprocess, "run", wrapped(child, reproduce.subprocess.run))
         all_of(plan, 2, quick=False)
-    assert begun == ["sft", "mars-4", "mars-4"] and not to_do(plan)
+    assert begun == ["sft", "ar", "ar"] and not to_do(plan)
     report.write_report(Results(plan.cache), {"method": plan.method}, plan.out)
     text = (plan.out / "paper.md").read_text()
     assert "{" not in text and "(not in this run)" in text and "quick run" in text
