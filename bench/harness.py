@@ -236,8 +236,9 @@ def main() -> None:
         plain_ar(tau, "probability")  # raises for one that cannot be
     if "humaneval_instruct" in args.tasks and not args.run_code:
         raise UserError("humaneval_instruct runs what the model wrote: allow it with --run-code")
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit}: must be at least 1")
+    for name in ("limit", "block", "rows", "max_new"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if args.samples:
         open(args.samples, "a").close()  # or it would fail after the work
