@@ -403,7 +403,7 @@ def main() -> None:
     all_of(plan, args.jobs, args.quick)
     texts = {} if args.quick else {name: timings(plan, *of) for name, of in TIMINGS.items()}
     texts["method"] = plan.method
-    report.write_report(report.Results(plan.cache), texts, plan.out)
+    report.write_report(report.Results(plan.cache), texts, plan.out, readings=not args.quick)
     print(f"{plan.out / 'paper.md'}, and plots beside it")
 
 

@@ -127,8 +127,9 @@ def test_from_nothing_to_a_report(plan, monkeypatch, at_once):
         patch.setattr(reproduce.subprocess, "run", wrapped(child, reproduce.subprocess.run))
         all_of(plan, 2, quick=False)
     assert begun == ["sft", "ar", "ar"] and not to_do(plan)
-    report.write_report(Results(plan.cache), {"method": plan.method}, plan.out)
+    report.write_report(Results(plan.cache), {"method": plan.method}, plan.out, readings=False)
     text = (plan.out / "paper.md").read_text()
+    assert "\n> " not in text
     assert "{" not in text and "(not in this run)" in text and "quick run" in text
     assert (plan.out / "pareto.png").stat().st_size > 10_000
 
