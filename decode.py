@@ -481,6 +481,15 @@ def say(decoder: Decoder, chat: Chat, answer: Answer, show: bool) -> None:
             print("tokens that came together:", *legend, "or more" * (answer.block > 5))
 
 
+def warm_up(decoder: Decoder, length: int) -> None:
+    """A prompt of that many tokens and what follows, or start-up would be in the figures."""
+    answer = Answer([0] * length, decoder.model, decoder.options)
+    decoder.waiting.append(answer)
+    decoder.step()
+    decoder.step()
+    answer.done = True
+
+
 def converse(model: Qwen2, chat: Chat, options: Options, system: list[dict], show: bool) -> None:
     """A conversation; the cache keeps it, so that every turn feeds only what is new."""
     with suppress(ImportError):  # on Windows
@@ -614,10 +623,8 @@ def main() -> None:
         prompt = chat.prompt([*system, {"role": "user", "content": args.prompt}])
         answers = [Answer(chat.encode(prompt), model, options)]
         longest = len(answers[0].ids) + options.max_new
-        warm_up = Decoder(model, [Answer([0], model, options)], options, 1, longest)
-        warm_up.step()  # untimed: a prompt, and what follows (--compile: the compiler)
-        warm_up.step()
         decoder = Decoder(model, [], options, 1, longest)
+        warm_up(decoder, len(answers[0].ids) if options.compile else 1)
         say(decoder, chat, answers[0], show)
     tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
     if not plain and forwards >= 8 and tokens < 1.05 * forwards:

@@ -16,12 +16,16 @@ from torch import Tensor
 
 from model import Config, UserError
 
+NARROW = 96  # positions of a forward
+
 
 class KVCache:
     def __init__(self, config: Config, rows: int, capacity: int, device, dtype, unit: int = 64):
         """Attention spans the longest row, rounded up to a multiple of `unit`: few shapes."""
         shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
-        layers, self.capacity, self.unit, self.device = [], capacity, unit, device
+        layers, self.capacity, self.unit, self.device = [], capacity, unit, torch.device(device)
+        self.kv_heads = config.num_key_value_heads
+        self.group = config.num_attention_heads // self.kv_heads
         try:  # zeros, not empty: a masked NaN would still be a NaN
             for _ in range(config.num_hidden_layers):
                 layers.append([torch.zeros(shape, device=device, dtype=dtype) for _ in "kv"])
@@ -52,7 +56,12 @@ class KVCache:
         return self.slots
 
     def mask(self, pos: Tensor, start: Tensor) -> Tensor:
-        """`model.visible` for what was reserved, pos and start (R, width): (R, 1, width, span).
+        """`model.visible` for what was reserved, pos and start (R, width): (R, 1, G * width, span).
+
+        G is 1, or how many query heads share a key head, and they attend as if they were so many
+        positions of one head. The products are the same, but a CPU computes those of one token of
+        eight rows twice as fast so in float32, six times in bfloat16. With many positions there is
+        nothing to gain, and with fewer key heads than threads some would idle.
 
         Up to a window's start the slots hold clean tokens, each at the position of its number; and
         a window's masks lie side by side, so that its first is `pos - start` slots back. All else
@@ -60,7 +69,9 @@ class KVCache:
         """
         slot = torch.arange(self.span, device=self.device)
         pos, start, own = (field[:, None, :, None] for field in (pos, start, self.slots))
-        return (slot < start) | ((own - (pos - start) <= slot) & (slot <= own))
+        mask = (slot < start) | ((own - (pos - start) <= slot) & (slot <= own))
+        idle = self.device.type == "cpu" and len(mask) * self.kv_heads < torch.get_num_threads()
+        return mask if idle or mask.size(2) > NARROW else torch.cat([mask] * self.group, dim=2)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, width, head_dim) into the reserved slots; views of the span."""

@@ -166,7 +166,6 @@ def visible(q_pos, q_start, q_doc, k_pos, k_start, k_doc):
 # -------------------------------------------------------------------------------------- transformer
 
 LOGITS_AT_A_TIME = 2**26  # in training: 256 MiB in float32
-NARROW = 96  # positions, of a forward while decoding
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -181,19 +180,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-def as_positions(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The query heads that share a key head, as more positions of one: the same products, in one.
-
-    q (B, heads, T, head_dim) to (B, kv_heads, heads / kv_heads * T, head_dim), and its mask. One
-    token of eight rows is attended to twice as fast in float32 and six times in bfloat16 on a CPU,
-    and on a GPU more kernels apply. With many positions there is nothing to gain; with a single
-    key head to share out, other threads would idle.
-    """
-    if q.size(2) > NARROW or len(k) * k.size(1) == 1:
-        return q, mask
-    return q.reshape(*k.shape[:2], -1, q.size(3)), torch.cat([mask] * (q.size(1) // k.size(1)), 2)
 
 
 @functools.cache
@@ -224,7 +210,9 @@ class Attention(nn.Module):
         q, k = rotate(torch.cat([q, k], dim=1), cos, sin).split([q.size(1), k.size(1)], dim=1)
         if cache is not None:
             k, v = cache.write(self.layer, k, v)  # (B, kv_heads, S, head_dim), the old and the new
-            q, mask = as_positions(q, k, mask)
+            q = q.reshape(B, -1, mask.size(2), self.head_dim)  # see KVCache.mask
+            if q.is_cuda and q.size(1) > k.size(1):  # no fast kernel takes a mask and shared heads
+                k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         if mask is None or isinstance(mask, Tensor):
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
@@ -277,8 +265,8 @@ class Qwen2(nn.Module):
         """Hidden states (B, T, D) of tokens (B, T) at positions (B, T).
 
         mask: bool (B, 1, T, S), True where a query may look, or FlexAttention's BlockMask of these;
-        None is plain causal. S is T, or with a cache the slots that it spans, where the T new keys
-        and values are written first.
+        None is plain causal. S is T. With a cache mask is `cache.mask`'s and S the slots that it
+        spans, where the T new keys and values are written first.
         """
         x = self.model.embed_tokens(tokens)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)

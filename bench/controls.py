@@ -10,7 +10,7 @@ Each is train.py with a few functions exchanged, and takes its options.
     this one whatever the order (that is what MARS does without), and recovers what was masked;
     weight 1/t. Its output is right-shifted, as in the paper's code and in MARS: so a block's window
     begins with the token before it. To decode: a forward per token, the surest mask first, and
-    one per block that puts it into the cache.
+    one behind every block that puts it into the cache.
   * over-t: MARS with every example's loss weighted by 1/t, t uniform in (0.001, 1). The paper's
     code does this where it leaves out the clean loss.
   * Jacobi decoding needs no training: guesses are what the ordinary model said behind the last
@@ -36,7 +36,7 @@ from train import Batch, Example
 
 
 def noise(example: Example) -> tuple[float, Tensor]:
-    """t, and which tokens are masked: functions of the example, as all that train.py draws."""
+    """t, and which tokens are masked: functions of the example, the same in every epoch."""
     rng = random.Random(str(example.tokens))
     t = rng.uniform(0.001, 1)
     masked = [rng.random() < t for _ in example.tokens]
@@ -139,8 +139,8 @@ def diffuse(model: Qwen2, prompts: list[list[int]], max_new: int = 256) -> list[
 
 
 def diffusion_forwards(answer: list[int], block_size: int) -> int:
-    """That an answer takes: its prompt, a forward per token of its blocks, and one per block."""
-    return 1 + -(-len(answer) // block_size) * (block_size + 1)
+    """That an answer takes: its prompt, one per token of its blocks, and one between two blocks."""
+    return -(-len(answer) // block_size) * (block_size + 1)
 
 
 # ----------------------------------------------------------------------------------------- over t

@@ -4,11 +4,13 @@
 #     bench/gpu.sh > bench/results/gpu.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONUNBUFFERED=1  # or what a command had printed would be lost at its time limit
+errors=$(mktemp)
 step() {  # seconds, command: one that fails or takes too long does not stop the others
     local seconds=$1
     shift
     printf '\n`%s`\n\n' "$*"
-    timeout "$seconds" "$@" 2>/dev/null || printf '\n(ended with %s)\n' "$?"
+    timeout "$seconds" "$@" 2>"$errors" || { printf '\n(ended with %s)\n\n' "$?"; tail -n 5 "$errors"; }
 }
 python -c "import torch, datetime as d; print(f'# {torch.cuda.get_device_name()}, torch {torch.__version__}, {d.date.today()}')"
 step 90 python -m pytest -m gpu

@@ -252,9 +252,10 @@ def print_table(tasks: dict[str, list], args: argparse.Namespace) -> None:
     print(f"| {args.model} | {' | '.join(tasks)} | mean |")
     print("|:--|" + "--:|" * (len(tasks) + 1), flush=True)
     cut = {}
+    options = {"block": args.block, "verify": args.verify, "max_new": args.max_new}
+    lm = Mars(args.model, args.tau[0], args.rows, args.device, args.dtype, **options)
     for tau in args.tau:
-        options = {"block": args.block, "verify": args.verify, "max_new": args.max_new}
-        lm = Mars(args.model, tau, args.rows, args.device, args.dtype, **options)
+        lm.options.tau = tau
         done = {name: evaluate(lm, name, of, args) for name, of in tasks.items()}
         pairs = [(r["accuracy"], r["tokens_per_forward"]) for r in done.values()]
         pairs.append(tuple(sum(column) / len(done) for column in zip(*pairs)))

@@ -30,7 +30,7 @@ except ImportError:
 from bench.pareto import ROOT, encode, read_problems, tokens_per_forward
 from bench.report import table
 from bench.speed import SHAPES, machine, random_model, wait
-from decode import Answer, fast_for_one, generate
+from decode import Answer, Decoder, Options, compiled, fast_for_one, generate
 from kv_cache import KVCache
 from model import Qwen2, UserError, load, place, run
 from train import peak_memory
@@ -91,11 +91,22 @@ def timed(device: torch.device, answer: Callable[[], list]) -> tuple[list, float
     return answers, time.perf_counter() - began
 
 
-def contestants(model: Qwen2, other, rows: int, ways: dict) -> dict[str, Callable]:
+def contestants(model: Qwen2, other, rows: int, ways: dict, longest: int) -> dict[str, Callable]:
     """By name: prompts and max_new -> answers, ours as `Answer`, theirs as ids."""
 
     def ours(options: dict) -> Callable:
-        return lambda prompts, max_new: generate(model, prompts, rows, max_new=max_new, **options)
+        decoder = Decoder(model, [], Options(**options), rows, longest)  # one: it may be compiled
+
+        def answer(prompts: list, max_new: int) -> list[Answer]:
+            given = Options(**options, max_new=max_new)
+            answers = [Answer(prompt, model, given, i) for i, prompt in enumerate(prompts)]
+            decoder.rows = [None] * rows  # or prompts that it holds would cost it nothing
+            decoder.waiting.extend(answers)
+            for _ in decoder:
+                pass
+            return answers
+
+        return answer
 
     found = {"transformers": lambda p, n: their_answers(other, p, rows, n)}
     if rows == 1:  # the only batch it takes
@@ -170,7 +181,9 @@ class Timed:
 
 def compare(model: Qwen2, other, prompts: list, rows: int, ways: dict, args) -> None:
     """A table: all contestants in turn, `rounds` times."""
-    competing = {name: Timed(f) for name, f in contestants(model, other, rows, ways).items()}
+    longest = max(map(len, prompts)) + args.max_new
+    found = contestants(model, other, rows, ways, longest)
+    competing = {name: Timed(answer) for name, answer in found.items()}
     for one in competing.values():
         one.answer(prompts[:rows], args.max_new)  # start-up, untimed
     for _ in range(args.rounds):
@@ -207,13 +220,13 @@ def compare(model: Qwen2, other, prompts: list, rows: int, ways: dict, args) -> 
 
 
 @torch.inference_mode()
-def forward_times(model: Qwen2, widths: tuple[int, ...], rounds: int) -> dict[int, float]:
+def forward_times(model: Qwen2, widths: tuple[int, ...], args) -> dict[int, float]:
     """Milliseconds of a forward of so many positions of one row behind 200, in turn; medians."""
-    dtype = model.model.norm.weight.dtype
+    dtype, hidden_states = model.model.norm.weight.dtype, compiled(model) if args.compile else model
     cache = KVCache(model.config, 1, 256, model.device, dtype)
     cache.lengths = [200]
     taken = {width: [] for width in widths}
-    for _ in range(rounds + 1):
+    for _ in range(args.rounds + 2):
         for width in widths:
             tokens = torch.zeros(1, width, dtype=torch.long, device=model.device)
             pos = 200 + torch.arange(width, device=model.device)[None]
@@ -221,16 +234,16 @@ def forward_times(model: Qwen2, widths: tuple[int, ...], rounds: int) -> dict[in
             def forward(tokens=tokens, pos=pos, width=width) -> list:
                 cache.reserve(width)
                 with fast_for_one(model, tokens):
-                    hidden = model(tokens, pos, cache.mask(pos, pos + 1), cache)
+                    hidden = hidden_states(tokens, pos, cache.mask(pos, pos + 1), cache)
                     return model.logits(hidden[0, : READ[width]].clone()).argmax(-1).tolist()
 
             taken[width].append(1000 * timed(model.device, forward)[1])
-    return {width: statistics.median(times[1:]) for width, times in taken.items()}
+    return {width: statistics.median(times[2:]) for width, times in taken.items()}
 
 
 def project(model: Qwen2, bundled: Qwen2, prompts: list, args) -> None:
     """What a forward costs here, and what tokens per forward as the bundled model's would give."""
-    times = forward_times(model, tuple(READ), args.rounds)
+    times = forward_times(model, tuple(READ), args)
     rows = [[str(width), f"{ms:.1f}", f"{ms / times[1]:.2f}"] for width, ms in times.items()]
     print(f"\n{table(['positions', 'ms/forward', 'x one position'], rows)}")
     print("\nProjection, not a measurement: with the bundled model's tokens per forward")

@@ -315,7 +315,8 @@ def make_data(plan: Plan) -> None:
 def one(plan: Plan, seed: int, name: str) -> None:
     """A piece that lacks something, or whose weights somebody starts from and that are gone."""
     piece = Piece(plan, seed, name)
-    if piece.stage.start and piece.model() != SFT and (piece.lacks() or not piece.has_weights()):
+    made = "trained" in piece.record and piece.has_weights()
+    if piece.stage.start and piece.model() != SFT and not made:
         make_data(plan)
         piece.train()
     piece.decode(problems_of(plan)[0])

@@ -154,19 +154,19 @@ def resident(device: torch.device) -> float:
         return float("nan")
 
 
-def attention_alone(
-    model: Qwen2, cache: KVCache, length: int, width: int, times: int = 30
-) -> float:
-    """Milliseconds that all layers' attention takes for `width` queries over `length` slots."""
+def attention_alone(model: Qwen2, cache: KVCache, width: int, times: int = 30) -> float:
+    """Milliseconds that all layers' attention takes for `width` new positions of one row."""
     config, like = model.config, cache.layers[0][0]
-    q = torch.randn(1, config.num_attention_heads, width, config.head_dim).to(like)
-    mask = torch.ones(1, 1, width, length, dtype=torch.bool, device=like.device)
+    pos = cache.reserve(width)
+    mask = cache.mask(pos, pos + 1)
+    heads = config.num_attention_heads * width // mask.size(2)
+    q = torch.randn(1, heads, mask.size(2), config.head_dim).to(like)
     taken = []
     for _ in range(times):
         wait(like.device)
         began = time.perf_counter()
         for k, v in cache.layers:
-            k, v = k[:, :, :length], v[:, :, :length]
+            k, v = k[:, :, : cache.span], v[:, :, : cache.span]
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         wait(like.device)
         taken.append(time.perf_counter() - began)
@@ -195,7 +195,7 @@ def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
             decoder.step()  # ends with a copy to the host, so it needs no other wait
             taken.append(time.perf_counter() - began)
         gained, ms = len(answer.tokens) - start, 1000 * statistics.median(taken)
-        alone = attention_alone(model, decoder.cache, decoder.cache.span, 2 * answer.block + 1)
+        alone = attention_alone(model, decoder.cache, 2 * answer.block + 1)
         print(
             f"| {len(answer.tokens):13} | {ms:10.2f} | {alone:15.2f} | {ms - alone:8.2f} "
             f"| {1000 * sum(taken) / gained:8.2f} | {resident(model.device) - before:+11.1f} |",
@@ -213,7 +213,8 @@ def config_of(shape: str) -> Config:
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
     """Random weights in the shape of a Qwen2.5: they accept nothing, but cost what real ones do."""
-    return initialize(config_of(shape), seed=0).to(device, dtype).requires_grad_(False)
+    with device:  # a CPU would take a minute for the 7B
+        return initialize(config_of(shape), seed=0).to(dtype).requires_grad_(False)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 from common import ROOT, cases, random_prompt, tiny_model
 
+import kv_cache
 from decode import (
     METRICS,
     Answer,
@@ -383,7 +384,9 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
         _, pos, start = torch.tensor(padded).unbind(-1)
         cache.reserve(width)
         mask = cache.mask(pos, start)
-        assert mask.shape == (2, 1, width, cache.span)
+        heads = model.config.num_attention_heads // model.config.num_key_value_heads
+        assert mask.shape in {(2, 1, n * width, cache.span) for n in (1, heads)}
+        assert all(torch.equal(part, mask[:, :, :width]) for part in mask.split(width, dim=2))
         for row, (length, feed) in enumerate(zip(cache.lengths, feeds)):
             k_pos = torch.cat([torch.arange(length), pos[row, : len(feed)]])
             k_start = torch.cat([torch.arange(length) + 1, start[row, : len(feed)]])
@@ -392,6 +395,23 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
             assert torch.equal(mask[row, 0, : len(feed), : length + len(feed)], expected)
             assert not mask[row, 0, : len(feed), length + len(feed) :].any()
             assert mask[row].any(-1).all()  # padding, too, sees something: no NaN
+
+
+@pytest.mark.parametrize("narrow", [0, 3, 96])
+def test_heads_as_positions_change_nothing(monkeypatch, narrow):
+    """Of no forward, of those of few positions, of nearly all; one thread, so that none idles."""
+    monkeypatch.setattr(kv_cache, "NARROW", narrow)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    groups = 0
+    for seed in cases(4, 40):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        groups += model.config.num_attention_heads > model.config.num_key_value_heads
+        prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(3)]
+        options = {"tau": 0.3, "block": rng.randint(1, 4), "max_new": 12}
+        for answer, prompt in zip(generate(model, prompts, rows=2, **options), prompts):
+            assert answer.tokens == naive(model, prompt, **options).tokens
+    assert groups
 
 
 def test_toy_model_in_a_batch_is_the_naive_decoder(toy):
