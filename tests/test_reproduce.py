@@ -168,7 +168,9 @@ def found(plan, right):
 
 
 def test_verdicts_follow_the_data(tmp_path):
-    """The same text says that a claim holds, or does not, as the numbers have it."""
+    """The same text says that a claim holds, or does not, as the numbers have it. Once, a control
+    that did badly lifted what MARS itself had missed, and where nothing was left to lose, larger
+    blocks seemed to lose no more."""
     plan = replace(FULL, problems=200, cache=tmp_path)
     worse = {"diffusion": 0.4, "no-clean-4": 0.6, "no-clean-8": 0.5, "no-clean-16": 0.3}
     good = found(plan, lambda name, tau: worse.get(name, 0.6 + 0.1 * tau))
@@ -176,7 +178,14 @@ def test_verdicts_follow_the_data(tmp_path):
     assert "Holds at" in report.clean_loss(good)["clean_loss_verdict"]
     bad = found(plan, lambda name, tau: 0.3 if name.startswith("mars") else 0.7)
     assert "Does not hold" in report.one_token(bad)["one_token_verdict"]
+    lifted = found(plan, lambda name, tau: {"diffusion": 0.1, "mars-4": 0.5}.get(name, 0.7))
+    assert "Does not hold" in report.one_token(lifted)["one_token_verdict"]
+    assert "Holds at" in report.one_token(lifted)["control_verdict"]
     assert "Does not hold" in report.clean_loss(bad)["clean_loss_verdict"]
+    floor = found(plan, lambda name, tau: 0.01 if name.startswith("no-clean") else 0.6)
+    told = report.clean_loss(floor)
+    assert "as far as can be told" in told["clean_loss_verdict"]
+    assert "cannot be told" in told["clean_loss_trend"]
     assert verdict("yes", "open") == "**Holds, as far as can be told at this scale.**"
     assert verdict("yes", "no", "open") == "**Holds partly at this scale.**"
     assert verdict("open") == "**Cannot be told at this scale.**"
