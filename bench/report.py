@@ -299,22 +299,24 @@ def tau_buys(results: Results) -> dict[str, str]:
     }
 
 
-def at_equal_speed(results: Results, ways: dict[str, list[str]], only=range(10)) -> tuple:
-    """Mean accuracy, linearly between the points, over the speeds that all reach; of mars-4.
+def at_equal_speed(results: Results, ways: dict[str, list[str]], only=range(10)) -> tuple[str, str]:
+    """Mean accuracy of mars-4 over the tokens per forward that all reach, linear between points.
 
-    Returns texts: the means by name, and the range of speeds.
+    Returns texts: by name, the first's accuracy and how far the others are from it, and the range.
     """
-    curves = {}
-    for name, points in ways.items():
-        found = [
-            (results.speed("mars-4", p, only), results.accuracy("mars-4", p, only)) for p in points
-        ]
-        curves[name] = sorted((speed, accuracy.mean) for speed, accuracy in found)
-    low = max(points[0][0] for points in curves.values())
-    high = min(points[-1][0] for points in curves.values())
-    grid = np.linspace(low, high, 50)
-    means = {name: 100 * np.interp(grid, *zip(*points)).mean() for name, points in curves.items()}
-    return ", ".join(f"{name} {m:.1f} %" for name, m in means.items()), f"{low:.2f} to {high:.2f}"
+    speeds = {n: [results.speed("mars-4", way, only) for way in of] for n, of in ways.items()}
+    low, high = max(map(min, speeds.values())), min(map(max, speeds.values()))
+    grid, means = np.linspace(low, high, 50), {}
+    for name, found in speeds.items():
+        order = np.argsort(found)
+        # What interpolation gives each point for a weight, it gives each problem's 0 or 1 there.
+        ones = [np.interp(grid, np.array(found)[order], one) for one in np.eye(len(found))]
+        right = [results.right("mars-4", ways[name][i], only) for i in order]
+        means[name] = sum(one.mean() * r for one, r in zip(ones, right))
+    (first, base), *others = means.items()
+    told = [f"{first} {estimate(base).percent()} %"]
+    told += [f"{name} {estimate(mean - base).points()} points from that" for name, mean in others]
+    return ", ".join(told), f"{low:.2f} to {high:.2f}"
 
 
 def confidences(results: Results) -> dict[str, str]:

@@ -211,6 +211,24 @@ def test_the_report_needs_no_piece_and_knows_all_fields(tmp_path):
         quick.right("over-t-4", "tau 1")
 
 
+def test_decoders_are_compared_at_equal_speed(tmp_path):
+    """Against the means, interpolated; two taus of one are faster than any of the other."""
+    results = found(replace(FULL, problems=400, cache=tmp_path), lambda name, tau: 0.2 + 0.6 * tau)
+    record = results.records["mars-4-0"]["decoded"]
+    for tau in report.TAUS:
+        record[f"ours {tau:g}"]["tokens"] += 400
+    ways = {name: report.WAYS[name] for name in ("probability", "ours")}
+    means, over = report.at_equal_speed(results, ways, [0])
+    grid, expected = np.linspace(1.15 + 0.4, 2.5, 50), []
+    for points in ways.values():
+        x = [results.speed("mars-4", way, [0]) for way in points]
+        y = [results.accuracy("mars-4", way, [0]).mean for way in points]
+        expected.append(100 * np.interp(grid, x, y).mean())
+    assert over == "1.55 to 2.50"
+    assert means.startswith(f"probability {expected[0]:.1f} (")
+    assert f"ours {expected[1] - expected[0]:+.1f} (" in means and expected[1] - expected[0] > 5
+
+
 def test_intervals():
     """One seed: the textbook's. Three: the truth is inside in 92 to 97 of 100 cases, whether seeds
     differ not at all, a little, or so much that little else matters. A bootstrap of problems and
