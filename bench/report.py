@@ -183,8 +183,6 @@ def one_token(results: Results) -> dict[str, str]:
         "sft": ("AR SFT", "28.7"),
         "ar": ("AR SFT, as many steps on top", "26.4"),
         "mars-4": ("MARS, B = 4", "30.4"),
-        "ar-long": ("AR SFT, twice as many on top", ""),
-        "mars-4-long": ("MARS, B = 4, twice as many", ""),
         "mars-8": ("MARS, B = 8", "29.7"),
         "mars-16": ("MARS, B = 16", "29.7"),
         "diffusion": ("block diffusion, B = 4", "22.8"),
@@ -195,9 +193,8 @@ def one_token(results: Results) -> dict[str, str]:
         if not results.has(name, way):
             continue
         row = [label, str(len(results.of(name, way))), results.accuracy(name, way).percent()]
-        for other in ("sft", "ar-long" if name == "mars-4-long" else "ar"):
-            base = name == "base" or name == "sft" or (name[:2] == "ar" and other != "sft")
-            compare = not base and results.has(other, ONE)
+        for other, without in (("sft", ("base", "sft")), ("ar", ("base", "sft", "ar"))):
+            compare = name not in without and results.has(other, ONE)
             row.append(results.difference((name, way), (other, ONE)).points() if compare else "")
         rows.append([*row, paper])
     head = ["tau 1", "seeds", "accuracy, %", "less AR SFT", "less AR of as many", "paper"]

@@ -57,7 +57,6 @@ class Stage:
     decode: tuple[str, ...] = ("tau 1",)  # see `settings`
     seeds: int = 1  # for how many seeds
     start: str = "sft"  # the stage whose model it starts from
-    longer: int = 1  # so many times the steps of the others
 
 
 STAGES = {
@@ -80,8 +79,6 @@ STAGES |= {
     "fixed": Stage(
         words=("--block", "4", "--block-phase", "fixed"), decode=("tau 1", "ours", "verify")
     ),
-    "ar-long": Stage(words=("--objective", "sft"), longer=2),
-    "mars-4-long": Stage(words=("--block", "4"), decode=("tau 1", "paper", "verify"), longer=2),
 }
 
 
@@ -125,9 +122,8 @@ FULL = Plan(
 **The world** is harder than the bundled one (`python toy/make.py --hard`): one to six operations on
 numbers up to 999, among sentences that are beside the point. The model has 1.5 M parameters and has
 learnt the easy world ([toy/sft](../../toy/README.md)). Stage 1, AR SFT, is 900 steps of 32 problems
-from there; every other model is 400 steps of 32 from AR SFT (or twice as many, where it says
-so), at half the learning rate, on the same data in the same order. Seeds differ in the order of the
-data, from stage 1 on.""",
+from there; every other model is 400 steps of 32 from AR SFT, at half the learning rate, on the same
+data in the same order. Seeds differ in the order of the data, from stage 1 on.""",
 )
 QUICK = Plan(
     world=problem,
@@ -229,7 +225,7 @@ class Piece:
     def command(self) -> str:
         """What trains it."""
         start = self.model(self.stage.start)
-        steps = ("--steps", str(self.plan.steps * self.stage.longer))
+        steps = ("--steps", str(self.plan.steps))
         schedule = self.plan.sft if self.name == "sft" else steps + self.plan.mars
         words = [*self.stage.words, "--model", start, "--data", self.plan.work / "train.jsonl"]
         words += ["--out", self.model(), "--seed", self.seed, *schedule]
