@@ -92,21 +92,19 @@ def measure(decoders: dict, prompts: list, rounds: int, device: torch.device) ->
 
 
 def table(answers: dict, seconds: dict, chat: Chat, problems: list[dict]) -> None:
-    print(
-        "|                   | tokens/target forward | x AR | x AR + AR | accuracy | text of AR |"
-    )
-    print(
-        "|:------------------|----------------------:|-----:|----------:|---------:|-----------:|"
-    )
+    figures = "tokens/target forward | x AR (range)        | x AR + AR (range)   | accuracy"
+    print(f"|                   | {figures} | text of AR |")
+    print("|:--|--:|--:|--:|--:|--:|")
     for name, given in answers.items():
-        ratios = [
-            statistics.median(a / b for a, b in zip(seconds[base], seconds[name]))
-            for base in ("AR", "AR draft + AR")
-        ]
+        ratios = []
+        for base in ("AR", "AR draft + AR"):
+            rounds = [a / b for a, b in zip(seconds[base], seconds[name])]
+            span = f"({min(rounds):.2f} to {max(rounds):.2f})"
+            ratios.append(f"{statistics.median(rounds):.2f} {span:14}")
         same = sum(a.tokens == b.tokens for a, b in zip(given, answers["AR"])) / len(given)
         print(
-            f"| {name:17} | {tokens_per_forward(given):21.2f} | {ratios[0]:4.2f} "
-            f"| {ratios[1]:9.2f} | {accuracy(chat, given, problems):8.1%} | {same:10.0%} |"
+            f"| {name:17} | {tokens_per_forward(given):21.2f} | {ratios[0]} "
+            f"| {ratios[1]} | {accuracy(chat, given, problems):8.1%} | {same:10.0%} |"
         )
 
 

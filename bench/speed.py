@@ -78,7 +78,7 @@ def decode(model: Qwen2, prompts: list, options: Options, rows: int, cache: bool
 
 
 def compare(model: Qwen2, chat: Chat, settings: dict, heading: str, figure, args) -> None:
-    """A table per number of rows: tok/s, its ratio to AR of the same round, and a last column.
+    """A table per number of rows: tok/s, its ratio to AR of the same round, a last column.
 
     settings: name -> (options, with a cache?), AR among them. The last column is
     figure(answers, ratio), under that heading.
@@ -95,15 +95,16 @@ def compare(model: Qwen2, chat: Chat, settings: dict, heading: str, figure, args
             for name, (options, cache) in settings.items():
                 answers[name], taken = decode(model, prompts, options, rows, cache)
                 seconds[name].append(taken)
-        title, dashes = f"{rows} row{'s' * (rows > 1)}", "-" * len(heading)
-        print(f"\n| {title:17} | tok/s | x AR | tokens/forward | accuracy | {heading} |")
-        print(f"|:------------------|------:|-----:|---------------:|---------:|-{dashes}:|")
+        title = f"{rows} row{'s' * (rows > 1)}"
+        figures = "tok/s | x AR (range)        | tokens/forward | accuracy"
+        print(f"\n| {title:17} | {figures} | {heading} |\n|:--|--:|--:|--:|--:|--:|")
         ar_speeds = speeds(answers["AR"], seconds["AR"])
         for name, given in answers.items():
             here = speeds(given, seconds[name])
-            ratio = statistics.median(speed / ar for speed, ar in zip(here, ar_speeds))
+            ratios = [speed / ar for speed, ar in zip(here, ar_speeds)]
+            ratio, span = statistics.median(ratios), f"({min(ratios):.2f} to {max(ratios):.2f})"
             print(
-                f"| {name:17} | {statistics.median(here):5.0f} | {ratio:4.2f} "
+                f"| {name:17} | {statistics.median(here):5.0f} | {ratio:4.2f} {span:14} "
                 f"| {tokens_per_forward(given):14.2f} | {accuracy(chat, given, problems):8.1%} "
                 f"| {figure(given, ratio):{len(heading)}.2f} |",
                 flush=True,
