@@ -60,7 +60,7 @@ class Options:
     max_new: int = 256
     temperature: float = 0.0
     seed: int = 0
-    compile: bool = False  # torch.compile for static shapes: slow to begin, then fast on a GPU
+    compile: bool = False  # static shapes: slow to begin with each Decoder, then fast on a GPU
 
     def __post_init__(self) -> None:
         for name, least in (("block", 1), ("block_cache", 1), ("max_new", 1), ("temperature", 0)):
