@@ -44,7 +44,8 @@ class Estimate(NamedTuple):
     high: float
 
     def percent(self) -> str:
-        return f"{100 * self.mean:.1f} ({100 * self.low:.1f} to {100 * self.high:.1f})"
+        low, high = max(self.low, 0.0), min(self.high, 1.0)
+        return f"{100 * self.mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
     def points(self) -> str:
         return f"{100 * self.mean:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
