@@ -370,7 +370,8 @@ def timings(plan: Plan, *command: str) -> str:
         done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise UserError(f"{' '.join(command)}: ended with {done.returncode}")
-        replace({path: lambda file: file.write_text(done.stdout)})
+        text = done.stdout.replace(f"{ROOT}/", "")
+        replace({path: lambda file: file.write_text(text)})
     return path.read_text()
 
 
