@@ -1,8 +1,8 @@
 """Every claim of the paper at a scale that a laptop reaches, from one command.
 
-    python bench/reproduce.py                        # all of it: half a day on 2 cores; see --jobs
+    python bench/reproduce.py                        # all of it: some four hours on 2 cores
     python bench/reproduce.py --seed 0 --stage sft   # one piece of it; train.py's own resume inside
-    python bench/reproduce.py --quick                # some minutes, from toy/sft, on easy problems
+    python bench/reproduce.py --quick                # 14 minutes, from toy/sft, on easy problems
 
 Every piece trains one model (a command of train.py or bench/controls.py, two of which may run side
 by side on one thread each), decodes the problems with it in several ways, and keeps what came of
@@ -382,7 +382,7 @@ def main() -> None:
     )
     add = parser.add_argument
     # fmt: off
-    add("--quick", action="store_true", help="some minutes: easy problems, one seed, fewer models")
+    add("--quick", action="store_true", help="14 minutes: easy problems, one seed, fewer models")
     add("--stage", choices=STAGES, help="only this piece; then --seed says with which seed")
     add("--seed", type=int, default=0, help="of a piece: 0, 1 or 2")
     add("--jobs", type=int, default=os.cpu_count(), help="pieces at a time")
