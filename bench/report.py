@@ -266,7 +266,7 @@ def clean_loss_trend(results: Results) -> tuple[str, str]:
 
 
 def tau_buys(results: Results) -> dict[str, str]:
-    """Claim 3: tokens per forward for little accuracy, and a smooth trade."""
+    """Claim 3: several tokens per forward for no accuracy, and below that a trade."""
     ways = [ONE, *WAYS["probability"]]
     names = [name for name in ("mars-4", "mars-8", "mars-16") if results.has(name, PAPER)]
     seeds = [len(results.of(name, PAPER)) for name in names]

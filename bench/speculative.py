@@ -10,7 +10,6 @@ is the same checkpoint at tau 1 here, of the target and of the draft.
 """
 
 import argparse
-import statistics
 import sys
 import time
 from dataclasses import replace
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench.pareto import ROOT, accuracy, encode, read_problems, tokens_per_forward
-from bench.speed import machine, wait
+from bench.speed import machine, spread, wait
 from decode import Answer, Decoder, Options
 from model import Chat, Qwen2, UserError, load, place, run
 
@@ -98,13 +97,11 @@ def table(answers: dict, seconds: dict, chat: Chat, problems: list[dict]) -> Non
     for name, given in answers.items():
         ratios = []
         for base in ("AR", "AR draft + AR"):
-            rounds = [a / b for a, b in zip(seconds[base], seconds[name])]
-            span = f"({min(rounds):.2f} to {max(rounds):.2f})"
-            ratios.append(f"{statistics.median(rounds):.2f} {span:14}")
+            ratios.append(spread([a / b for a, b in zip(seconds[base], seconds[name])]))
         same = sum(a.tokens == b.tokens for a, b in zip(given, answers["AR"])) / len(given)
         print(
-            f"| {name:17} | {tokens_per_forward(given):21.2f} | {ratios[0]} "
-            f"| {ratios[1]} | {accuracy(chat, given, problems):8.1%} | {same:10.0%} |"
+            f"| {name:17} | {tokens_per_forward(given):21.2f} | {ratios[0]:19} "
+            f"| {ratios[1]:19} | {accuracy(chat, given, problems):8.1%} | {same:10.0%} |"
         )
 
 

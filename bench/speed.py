@@ -77,6 +77,11 @@ def decode(model: Qwen2, prompts: list, options: Options, rows: int, cache: bool
     return answers, time.perf_counter() - began
 
 
+def spread(ratios: list[float]) -> str:
+    """Their median and range."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def compare(model: Qwen2, chat: Chat, settings: dict, heading: str, figure, args) -> None:
     """A table per number of rows: tok/s, its ratio to AR of the same round, a last column.
 
@@ -102,11 +107,10 @@ def compare(model: Qwen2, chat: Chat, settings: dict, heading: str, figure, args
         for name, given in answers.items():
             here = speeds(given, seconds[name])
             ratios = [speed / ar for speed, ar in zip(here, ar_speeds)]
-            ratio, span = statistics.median(ratios), f"({min(ratios):.2f} to {max(ratios):.2f})"
             print(
-                f"| {name:17} | {statistics.median(here):5.0f} | {ratio:4.2f} {span:14} "
+                f"| {name:17} | {statistics.median(here):5.0f} | {spread(ratios):19} "
                 f"| {tokens_per_forward(given):14.2f} | {accuracy(chat, given, problems):8.1%} "
-                f"| {figure(given, ratio):{len(heading)}.2f} |",
+                f"| {figure(given, statistics.median(ratios)):{len(heading)}.2f} |",
                 flush=True,
             )
 
