@@ -1,262 +1,327 @@
-"""Speed of decoding, measured side by side in one run.
+"""Speed of decoding: all settings in turn, in one run.
 
-    python bench/speed.py --table5        # the paper's Table 5: what a cache buys in a batch
-    python bench/speed.py --lossless      # AR, MARS, and MARS whose guesses are checked
-    python bench/speed.py --long 4096     # one long answer: time and memory as it grows
+    python -m bench.speed --table5          # the paper's Table 5: what each cache is worth
+    python -m bench.speed --lossless        # AR, tau, and --verify over the taus of its guesses
+    python -m bench.speed --transformers    # next to transformers' generate and its prompt lookup
+    python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
+    python -m bench.speed --long 4096       # one long answer: time and memory as it grows
 
-A ratio is the median over rounds in which all settings run in turn, so that a machine whose speed
-drifts is unfair to none. On a CPU in float32 a forward of more positions takes more time, which a
-GPU that waits for its memory hardly notices: there the ratios are nearer to tokens per forward.
+--shape 0.5B replaces the model by random weights in the shape of that Qwen2.5. They cost what
+trained weights do but accept nothing, so --transformers then compares AR alone.
+
+A ratio is taken within a round, in which all settings run in turn; tables have the median and the
+range over rounds. Efficiency is the ratio divided by tokens per forward. On a CPU in float32 a
+wider forward takes more time. A GPU with few rows waits for its memory, not for arithmetic, and
+comes closer to an efficiency of 1.
 """
 
-import argparse
+import functools
 import statistics
-import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from plumbing.arguments import Parser, find_device, number
+from plumbing.attention import attend_folded, compile_forward, fast_for_one
+from plumbing.chat import Chat
+from plumbing.errors import run
+from plumbing.processes import peak_memory
+from plumbing.rows import Text
 
 import torch
-import torch.nn.functional as F
 
-from bench.pareto import (
-    ROOT,
-    accuracy,
-    encode,
-    positions_per_forward,
-    read_problems,
-    tokens_per_forward,
-)
+from bench import common
 from decode import Answer, Decoder, Options
 from kv_cache import KVCache
-from model import Chat, Config, Qwen2, UserError, initialize, load, place, run
+from model import Qwen2, config_json, load
 
-BLOCKS = (4, 8, 16, 32, 64, 128, 256)
-SHAPES = {  # Qwen2.5's: hidden, intermediate, layers, heads, KV heads, words, tied embeddings
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "7B": (3584, 18944, 28, 28, 4, 152064, False),
-}
+BLOCK_CACHES = (4, 8, 16, 32, 64, 128, 256)
+GUESS_TAUS = (0.0, 0.3, 0.5, 0.7, 0.9)
+# Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its
+# masks; five accepted tokens and their masks; a token, four guesses and five groups of masks.
+NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
 
+Way = Callable[[list[list[int]], int], list[Text]]  # of prompts and max_new
 
-def machine(model: Qwen2) -> str:
-    dtype = str(model.model.norm.weight.dtype).removeprefix("torch.")
-    if model.device.type == "cuda":
-        name = torch.cuda.get_device_name(model.device)
-    else:
-        name = f"{model.device.type}, {torch.get_num_threads()} threads"
-    return f"{name}, {dtype}, torch {torch.__version__}"
+# ----------------------------------------------------------------------------------- ways to decode
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class Ours:
+    """Our decoder, made (and compiled) once for all calls."""
+
+    def __init__(self, model: Qwen2, rows: int, longest: int, cache: bool = True, **options):
+        self.options = Options(**options)
+        self.decoder = Decoder(model, [], self.options, rows, longest)
+        if not cache:  # nothing is kept, so every forward computes the whole text
+            self.decoder.cache.commit = lambda counts: None
+
+    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
+        decoder = self.decoder
+        options = replace(self.options, max_new=max_new)
+        answers = [Answer(prompt, decoder.model, options, i) for i, prompt in enumerate(prompts)]
+        decoder.waiting.extend(answers)
+        for _ in decoder:
+            pass
+        decoder.clear_done()  # or the same prompts would cost nothing the next time
+        return answers
 
 
-# ------------------------------------------------------------------------------------ side by side
+class Theirs:
+    """transformers' generate on the same tensors; to be made before `Ours` lays them out anew."""
 
+    def __init__(self, model: Qwen2):
+        import transformers
 
-def forget(counts: list[int]) -> None:
-    """In place of `KVCache.commit`: nothing is kept, so every forward feeds the whole text."""
+        ends = list(model.config.eos_token_id)
+        config = transformers.Qwen2Config(**config_json(model.config) | {"eos_token_id": ends})
+        with torch.device("meta"):
+            self.model = transformers.Qwen2ForCausalLM(config).eval()
+        self.model.load_state_dict(model.state_dict(), strict=False, assign=True)
+        if config.tie_word_embeddings:
+            self.model.lm_head.weight = self.model.model.embed_tokens.weight
+        rotary = type(self.model.model.rotary_emb)  # its tensors are in no state_dict
+        self.model.model.rotary_emb = rotary(config).to(model.device)
+        self.model.generation_config.eos_token_id = ends
+        self.model.generation_config.pad_token_id = 0
+        self.ours = model
 
-
-def decode(model: Qwen2, prompts: list, options: Options, rows: int, cache: bool):
-    """Answers to all prompts, and the seconds that they took."""
-    answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
-    decoder = Decoder(model, answers, options, rows)
-    if not cache:
-        decoder.cache.commit = forget
-    wait(model.device)
-    began = time.perf_counter()
-    for _ in decoder:
-        pass
-    wait(model.device)
-    return answers, time.perf_counter() - began
-
-
-def spread(ratios: list[float]) -> str:
-    """Their median and range."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def compare(model: Qwen2, chat: Chat, settings: dict, heading: str, figure, args) -> None:
-    """A table per number of rows: tok/s, its ratio to AR of the same round, a last column.
-
-    settings: name -> (options, with a cache?), AR among them. The last column is
-    figure(answers, ratio), under that heading.
-    """
-    problems = read_problems(args.data, args.limit)
-    prompts = encode(chat, problems)
-    print(f"{args.model}, {len(problems)} problems; {machine(model)}")
-    print(f"medians of {args.rounds} rounds, in each of which all settings run in turn")
-    for rows in args.rows:
-        seconds, answers = {name: [] for name in settings}, {}
-        for options, cache in settings.values():
-            decode(model, prompts[:rows], options, rows, cache)  # start-up, untimed
-        for _ in range(args.rounds):
-            for name, (options, cache) in settings.items():
-                answers[name], taken = decode(model, prompts, options, rows, cache)
-                seconds[name].append(taken)
-        title = f"{rows} row{'s' * (rows > 1)}"
-        figures = "tok/s | x AR (range)        | tokens/forward | accuracy"
-        print(f"\n| {title:17} | {figures} | {heading} |\n|:--|--:|--:|--:|--:|--:|")
-        ar_speeds = speeds(answers["AR"], seconds["AR"])
-        for name, given in answers.items():
-            here = speeds(given, seconds[name])
-            ratios = [speed / ar for speed, ar in zip(here, ar_speeds)]
-            print(
-                f"| {name:17} | {statistics.median(here):5.0f} | {spread(ratios):19} "
-                f"| {tokens_per_forward(given):14.2f} | {accuracy(chat, given, problems):8.1%} "
-                f"| {figure(given, statistics.median(ratios)):{len(heading)}.2f} |",
-                flush=True,
+    @torch.inference_mode()
+    def __call__(self, prompts: list[list[int]], max_new: int, rows: int, **options) -> list[Text]:
+        """Greedy answers, `rows` prompts at a time, padded on the left."""
+        answers = []
+        for first in range(0, len(prompts), rows):
+            batch = prompts[first : first + rows]
+            width = max(len(prompt) for prompt in batch)
+            ids = torch.zeros(len(batch), width, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, prompt in enumerate(batch):
+                ids[row, width - len(prompt) :] = torch.tensor(prompt)
+                mask[row, width - len(prompt) :] = 1
+            output = self.model.generate(
+                ids.to(self.ours.device),
+                attention_mask=mask.to(self.ours.device),
+                max_new_tokens=max_new,
+                do_sample=False,
+                **options,
             )
+            for prompt, tokens in zip(batch, output[:, width:].tolist()):
+                answer = Text(prompt, max_new, self.ours.config)
+                answer.take(tokens, num_positions=0)  # up to the end of the turn
+                answer.accepted.clear()  # transformers does not say what each forward gave
+                answers.append(answer)
+        return answers
 
 
-def table5(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
-    mars = Options(tau=args.tau, max_new=args.max_new)
-    settings = {"AR": (replace(mars, tau=1.0), True), "MARS, no cache": (mars, False)}
-    settings |= {f"MARS, B_cache {n}": (replace(mars, block_cache=n), True) for n in BLOCKS}
-    settings["MARS, cursor"] = (mars, True)
-
-    def efficiency(given: list[Answer], ratio: float) -> float:
-        return ratio / tokens_per_forward(given)
-
-    compare(model, chat, settings, "efficiency", efficiency, args)
+def table5(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
+    ways = {"AR": ours(tau=1.0), "MARS, no cache": ours(tau=args.tau, cache=False)}
+    for size in BLOCK_CACHES:
+        ways[f"MARS, B_cache {size}"] = ours(tau=args.tau, block_cache=size)
+    ways["MARS, cursor"] = ours(tau=args.tau)
+    return ways
 
 
-def lossless(model: Qwen2, chat: Chat, args: argparse.Namespace) -> None:
-    """tau as it is, and verified over draft taus: the lower, the more and wider guesses."""
-    mars = Options(tau=args.tau, max_new=args.max_new)
-    settings = {"AR": (replace(mars, tau=1.0), True), f"tau {args.tau:g}": (mars, True)}
-    for tau in (0.0, 0.3, 0.5, 0.7, 0.9):
-        settings[f"verify, tau {tau:g}"] = (replace(mars, tau=tau, verify=True), True)
-
-    def width(given: list[Answer], ratio: float) -> float:
-        return positions_per_forward(given)
-
-    compare(model, chat, settings, "positions/forward", width, args)
+def lossless(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
+    ways = {"AR": ours(tau=1.0), f"tau {args.tau:g}": ours(tau=args.tau)}
+    for tau in GUESS_TAUS:
+        ways[f"verify, tau {tau:g}"] = ours(tau=tau, verify=True)
+    return ways
 
 
-def speeds(answers: list[Answer], seconds: list[float]) -> list[float]:
-    """Tokens per second in each round."""
-    tokens = sum(len(answer.tokens) for answer in answers)
-    return [tokens / taken for taken in seconds]
+def next_to(theirs: Theirs, ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
+    ways = {"transformers": functools.partial(theirs, rows=rows)}
+    if rows == 1:  # prompt lookup takes no batches
+        ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
+    ways["ours, AR"] = ours(tau=1.0)
+    if not args.shape:
+        ways[f"ours, tau {args.tau:g}"] = ours(tau=args.tau)
+        ways["ours, verify, tau 0"] = ours(tau=0.0, verify=True)
+    return ways
 
 
-# --------------------------------------------------------------------------------- one long answer
+def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
+    """Print a table per number of rows; ratios are to the first of the ways."""
+    longest = max(len(prompt) for prompt in common.encode(chat, problems)) + args.max_new
+    for rows in args.rows:
+        asked = problems
+        if args.shape:  # random weights end no answer early, so one batch is enough
+            asked = problems[:rows]
+        prompts = common.encode(chat, asked)
+        ours = functools.partial(Ours, model, rows, longest, compile=args.compile)
+        ways = make_ways(ours, rows, args)
+        work = {}
+        for name, way in ways.items():
+            way(prompts[:rows], args.max_new)  # start-up, not timed
+            work[name] = functools.partial(way, prompts, args.max_new)
+            work[f"{name}, first token"] = functools.partial(way, prompts, 1)
+        answers, seconds = common.in_turn(work, args.rounds, model.device)
+
+        base = next(iter(ways))
+        lines = []
+        for name in ways:
+            speeds = tokens_per_second(answers[name], seconds[name])
+            ratios = common.ratios(speeds, tokens_per_second(answers[base], seconds[base]))
+            first_token = statistics.median(seconds[f"{name}, first token"])
+            same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
+            lines.append(
+                [
+                    name,
+                    f"{statistics.median(speeds):.1f}",
+                    common.spread(ratios),
+                    *per_forward(answers[name], statistics.median(ratios)),
+                    f"{1000 * first_token / len(prompts):.1f}",
+                    f"{sum(same) / len(same):.1%}",
+                    f"{common.accuracy(chat, answers[name], asked):.1%}",
+                ]
+            )
+        head = [f"rows: {rows}", "tok/s", f"x {base} (range)", "tokens/forward"]
+        head += ["positions/forward", "efficiency", "first token, ms/prompt"]
+        head += [f"text of {base}", "accuracy"]
+        print(f"\n{common.table(head, lines)}", flush=True)
 
 
-def resident(device: torch.device) -> float:
-    """MiB that torch has allocated on a GPU, or this process has in memory (known on Linux)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 2**20
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-    except OSError:
-        return float("nan")
+def tokens_per_second(answers: list[Text], seconds: list[float]) -> list[float]:
+    """In every round."""
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    return [num_tokens / taken for taken in seconds]
 
 
-def attention_alone(model: Qwen2, cache: KVCache, width: int, times: int = 30) -> float:
-    """Milliseconds that all layers' attention takes for `width` new positions of one row."""
-    config, like = model.config, cache.layers[0][0]
-    pos = cache.reserve(width)
-    mask = cache.mask(pos, pos + 1)
-    heads = config.num_attention_heads * width // mask.size(2)
-    q = torch.randn(1, heads, mask.size(2), config.head_dim).to(like)
-    taken = []
-    for _ in range(times):
-        wait(like.device)
-        began = time.perf_counter()
-        for k, v in cache.layers:
-            k, v = k[:, :, : cache.span], v[:, :, : cache.span]
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        wait(like.device)
-        taken.append(time.perf_counter() - began)
-    return 1000 * statistics.median(taken)
+def per_forward(answers: list[Text], ratio: float) -> list[str]:
+    """Tokens and positions per forward, and efficiency; empty if the forwards are not known."""
+    if not answers[0].forwards:
+        return ["", "", ""]
+    tokens = common.tokens_per_forward(answers)
+    positions = common.positions_per_forward(answers)
+    return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}"]
 
 
-def long_answer(model: Qwen2, args: argparse.Namespace) -> None:
-    """tau = 0 accepts all guesses: what is said is nonsense, what it costs is not."""
-    config = model.config
-    config.max_position_embeddings = args.long + 1
-    config.eos_token_id = (config.mask_token_id,)  # never predicted: nothing ends the answer
-    options = Options(tau=0.0, max_new=args.long)
-    before = resident(model.device)
+# --------------------------------------------------------------------------------- width and length
+
+
+def widths(model: Qwen2, args) -> None:
+    """Print what a forward of one row costs after 200 tokens, by the number of its positions."""
+    cache = KVCache(model.config, 1, 256, model.device, model.dtype)
+    cache.lengths = [200]
+    hidden_states = compile_forward(model) if args.compile else model
+
+    @torch.inference_mode()
+    def forward(width: int) -> list[int]:
+        tokens = torch.zeros(1, width, dtype=torch.long, device=model.device)
+        pos = cache.reserve(width)
+        mask = cache.mask(pos, pos + 1)
+        with fast_for_one(model, tokens):
+            hidden = hidden_states(tokens, pos, mask, cache, attend_folded)
+            logits = model.logits(hidden[0, : NUM_LOGITS[width]].clone())
+            return logits.argmax(-1).tolist()
+
+    work = {width: functools.partial(forward, width) for width in NUM_LOGITS}
+    source = torch.zeros(2**28, dtype=torch.uint8, device=model.device)
+    work["copy"] = functools.partial(torch.empty_like(source).copy_, source)
+    common.in_turn(work, 2, model.device)  # start-up, not looked at
+    _, seconds = common.in_turn(work, args.rounds, model.device)
+    bandwidth = 2 * source.numel() / statistics.median(seconds["copy"])  # it reads and writes
+    rows = []
+    for width in NUM_LOGITS:
+        typical = statistics.median(seconds[width])
+        ratios = common.ratios(seconds[width], seconds[1])
+        share = weights_read(model) / typical / bandwidth
+        rows.append([f"{width}", f"{1000 * typical:.2f}", common.spread(ratios), f"{share:.0%}"])
+    head = ["positions", "ms/forward", "x one position (range)", "of bandwidth"]
+    print(f"\n{common.table(head, rows)}\n\nA copy reads and writes {bandwidth / 1e9:.0f} GB/s.")
+
+
+def weights_read(model: Qwen2) -> int:
+    """Bytes that every forward reads; of an embedding that is not the head, it reads few rows."""
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    if not model.config.tie_word_embeddings:
+        num_weights -= model.model.embed_tokens.weight.numel()
+    return num_weights * model.dtype.itemsize
+
+
+def long_answer(model: Qwen2, args) -> None:
+    """Print the cost of each eighth of an answer. At tau 0 only the text is nonsense."""
+    model.config.max_position_embeddings = args.long + 1
+    model.config.eos_token_id = (model.config.mask_token_id,)  # never predicted: no early end
+    options = Options(tau=0.0, max_new=args.long, compile=args.compile)
+    common.forget_peak(model.device)
+    before = peak_memory(model.device)
     answer = Answer([0], model, options)
     decoder = Decoder(model, [answer], options, rows=1)
-    size = sum(t.numel() * t.element_size() for kv in decoder.cache.layers for t in kv) / 2**20
-    print(f"{args.shape or args.model}; {machine(model)}; cache {size:.1f} MiB\n")
-    print("| tokens so far | ms/forward | attention alone | the rest | ms/token | memory, MiB |")
-    print("|--------------:|-----------:|----------------:|---------:|---------:|------------:|")
     decoder.step()
+    rows = []
     while not answer.done:
-        start, taken = len(answer.tokens), []
-        goal = min(args.long, start + args.long // 8)
+        first = len(answer.tokens)
+        goal = min(args.long, first + args.long // 8)
+        seconds = []
         while len(answer.tokens) < goal:
-            began = time.perf_counter()
-            decoder.step()  # ends with a copy to the host, so it needs no other wait
-            taken.append(time.perf_counter() - began)
-        gained, ms = len(answer.tokens) - start, 1000 * statistics.median(taken)
-        alone = attention_alone(model, decoder.cache, 2 * answer.block + 1)
-        print(
-            f"| {len(answer.tokens):13} | {ms:10.2f} | {alone:15.2f} | {ms - alone:8.2f} "
-            f"| {1000 * sum(taken) / gained:8.2f} | {resident(model.device) - before:+11.1f} |",
-            flush=True,
-        )
+            seconds.append(common.timed(decoder.step, model.device)[1])
+        typical = statistics.median(seconds)
+        attention = attention_seconds(model, decoder.cache, answer.positions[-1])
+        per_token = sum(seconds) / (len(answer.tokens) - first)
+        times = [f"{1000 * each:.2f}" for each in (typical, attention, per_token)]
+        peak = 1024 * (peak_memory(model.device) - before)
+        rows.append([f"{len(answer.tokens)}", *times, f"+{peak:.1f}"])
+    num_bytes = sum(t.numel() * t.element_size() for layer in decoder.cache.layers for t in layer)
+    print(f"\ncache {num_bytes / 2**20:.1f} MiB\n")
+    head = ["tokens so far", "ms/forward", "its attention", "ms/token", "peak memory, MiB"]
+    print(common.table(head, rows))
 
 
-def config_of(shape: str) -> Config:
-    hidden, inner, layers, heads, kv_heads, words, tied = SHAPES[shape]
-    return Config(
-        words, hidden, inner, layers, heads, kv_heads, 32768, 1e6, tie_word_embeddings=tied,
-        eos_token_id=(words - 1,), mask_token_id=words - 2,
-    )  # fmt: skip
+def attention_seconds(model: Qwen2, cache: KVCache, width: int) -> float:
+    """What the attention of all layers takes for `width` new positions of one row."""
+    pos = cache.reserve(width)
+    mask = cache.mask(pos, pos + 1)
+    shape = (1, model.config.num_attention_heads, width, model.config.head_dim)
+    q = torch.randn(shape, device=model.device, dtype=model.dtype)
+
+    def attention() -> None:
+        for k, v in cache.layers:
+            attend_folded(q, k[:, :, : cache.span], v[:, :, : cache.span], mask)
+
+    return statistics.median(common.timed(attention, model.device)[1] for _ in range(30))
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
-    """Random weights in the shape of a Qwen2.5: they accept nothing, but cost what real ones do."""
-    with device:  # a CPU would take a minute for the 7B
-        return initialize(config_of(shape), seed=0).to(dtype).requires_grad_(False)
+def parse_arguments():
+    parser = Parser("Speed of decoding: all settings in turn, in one run.")
+    add = parser.add_argument
+    add("--table5", action="store_true", help="AR, no cache, block caches and our cursor")
+    add("--lossless", action="store_true", help="AR, tau, and --verify over taus")
+    add("--transformers", action="store_true", help="next to transformers' generate")
+    add("--widths", action="store_true", help="what a forward of more positions costs")
+    add("--long", type=number(int, 100), help="one answer of so many tokens")
+    add("--shape", choices=common.SHAPES, help="random weights in this shape")
+    add("--tau", type=number(float, 0), default=0.95, help="of MARS")
+    add("--compile", action="store_true", help="torch.compile ours")
+    common.add_problems(parser, limit=100)
+    common.add_rows(parser, default=[1, 4, 8, 16])
+    common.add_rounds(parser, default=5)
+    args = parser.parse_args()
+    if not (args.table5 or args.lossless or args.transformers or args.widths or args.long):
+        parser.error("choose --table5, --lossless, --transformers, --widths or --long")
+    if args.shape and (args.table5 or args.lossless):
+        parser.error("--shape has random weights: --table5 and --lossless need a trained model")
+    if args.transformers:
+        common.require("transformers")
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Speed of decoding, measured side by side in one run.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    # fmt: off
-    add("--table5", action="store_true", help="AR, no cache, block cache and cursor, in batches")
-    add("--lossless", action="store_true", help="AR, tau, and --verify over draft taus")
-    add("--long", type=int, help="one answer of so many tokens")
-    add("--model", default=str(ROOT / "toy/mars"), help="directory or hub id")
-    add("--shape", choices=SHAPES, help="with --long: random weights in this shape instead")
-    add("--data", type=Path, default=ROOT / "toy/test.jsonl", help='JSONL, "prompt" and "answer"')
-    add("--limit", type=int, default=100, help="only the first so many problems")
-    add("--rows", type=int, nargs="+", default=[1, 4, 8, 16], help="problems decoded at a time")
-    add("--rounds", type=int, default=5, help="of which the median is printed")
-    add("--tau", type=float, default=0.95, help="of MARS")
-    add("--max-new", type=int, default=256, help="most tokens per problem")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--dtype", choices=("float32", "bfloat16"), help="None: bfloat16 on cuda, else float32")
-    # fmt: on
-    args = parser.parse_args()
-    if not args.table5 and not args.lossless and args.long is None:
-        parser.error("what to measure: --table5, --lossless or --long")
-    for name, value, least in (("rounds", args.rounds, 1), ("long", args.long, 100)):
-        if value is not None and value < least:
-            raise UserError(f"--{name} {value}: must be at least {least}")
-    device, dtype = place(args.device, args.dtype)
+    args = parse_arguments()
+    problems = common.read_problems(args.data, args.limit)
+    device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
+    if args.shape:
+        model = common.random_model(args.shape, device, dtype)
+    print(f"{args.shape or args.model}, {len(problems)} problems, {args.rounds} rounds")
+    print(common.machine(model))
+    if args.transformers:
+        compare(functools.partial(next_to, Theirs(model)), model, chat, problems, args)
     if args.table5:
-        table5(model, chat, args)
+        compare(table5, model, chat, problems, args)
     if args.lossless:
-        lossless(model, chat, args)
+        compare(lossless, model, chat, problems, args)
+    if args.widths:
+        widths(model, args)
     if args.long:
-        long_answer(random_model(args.shape, device, dtype) if args.shape else model, args)
+        long_answer(model, args)
 
 
 if __name__ == "__main__":

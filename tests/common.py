@@ -1,16 +1,24 @@
-"""What the tests share: how many random cases, and tiny models that accept several tokens."""
+"""What the tests share: how many random cases, tiny models that accept several tokens, toy/mars."""
 
+import json
 import os
 import random
 from pathlib import Path
 
+from plumbing.chat import Chat
+from plumbing.files import save
+from plumbing.packing import collate
+
 import torch
 
-from model import Config, Qwen2, initialize
-from train import Batch, collate
+from model import Config, Qwen2, config_json, initialize
+from train import PADDING, Batch
 
 ROOT = Path(__file__).parent.parent
+BASE = ROOT / "toy/base"  # a config and a tokenizer without weights
 THOROUGH = os.environ.get("MARS_THOROUGH") == "1"
+EOS = 0  # of the tiny models
+MASK = 1
 
 
 def cases(few: int, many: int) -> range:
@@ -19,38 +27,72 @@ def cases(few: int, many: int) -> range:
 
 
 def tiny_config(rng: random.Random, vocab_size: int = 8) -> Config:
-    """A random shape. With 8 words, end (0) and mask (1) among them, low taus accept a lot."""
-    kv_heads, groups, head_dim = rng.randint(1, 2), rng.randint(1, 2), rng.choice([4, 8])
+    """A random shape. With 8 tokens, EOS and MASK among them, a low tau accepts many."""
+    kv_heads = rng.randint(1, 2)
+    group = rng.randint(1, 2)  # query heads that share a key head
+    head_dim = rng.choice([4, 8])
     return Config(
         vocab_size=vocab_size,
-        hidden_size=kv_heads * groups * head_dim,
+        hidden_size=kv_heads * group * head_dim,
         intermediate_size=rng.choice([16, 24]),
         num_hidden_layers=rng.randint(1, 3),
-        num_attention_heads=kv_heads * groups,
+        num_attention_heads=kv_heads * group,
         num_key_value_heads=kv_heads,
         max_position_embeddings=512,
         rope_theta=rng.choice([100.0, 10000.0]),
         tie_word_embeddings=rng.random() < 0.5,
         initializer_range=0.5,
-        eos_token_id=(0,),
-        mask_token_id=1,
+        eos_token_id=(EOS,),
+        mask_token_id=MASK,
     )
 
 
 def tiny_model(rng: random.Random, vocab_size: int = 8) -> Qwen2:
-    """Random weights in float64, where rounding can neither fake nor hide a difference."""
+    """Random weights in float64, where rounding can neither cause nor hide a difference."""
     model = initialize(tiny_config(rng, vocab_size), seed=rng.randrange(10**6)).double()
-    with torch.no_grad():  # norms and biases that are not 1 and 0, or a missing one would not show
+    with torch.no_grad():  # a norm of 1 or a bias of 0 would hide that it is not applied
         for weight in model.parameters():
             if weight.dim() == 1:
                 weight += 0.3 * torch.randn_like(weight)
     return model
 
 
+def endless_model() -> Qwen2:
+    """A tiny model whose answers end at max_new only: its end of turn is the mask."""
+    model = tiny_model(random.Random(3))
+    model.config.eos_token_id = (MASK,)
+    return model
+
+
 def random_prompt(rng: random.Random, length: int, vocab_size: int = 8) -> list[int]:
+    """Tokens that are neither EOS nor MASK."""
     return [rng.randrange(2, vocab_size) for _ in range(length)]
+
+
+def prompt_length(rng: random.Random) -> int:
+    """Attention spans multiples of 64, so these lengths are at one, next to one, and anywhere."""
+    return rng.choice([1, 2, 63, 64, 65, rng.randint(3, 90)])
+
+
+def toy_prompts(chat: Chat) -> list[list[int]]:
+    """The problems of toy/test.jsonl as token ids."""
+    prompts = []
+    for line in (ROOT / "toy/test.jsonl").read_text().splitlines():
+        turn = {"role": "user", "content": json.loads(line)["prompt"]}
+        prompts.append(chat.encode(chat.prompt([turn])))
+    return prompts
+
+
+def copy_tokenizer(target: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_bytes((BASE / name).read_bytes())
+
+
+def save_model(model: Qwen2, chat: Chat, directory: Path, dtype=torch.bfloat16) -> None:
+    save(directory, config_json(model.config), chat, model.state_dict(), dtype)
 
 
 def unpacked(layouts: list[Batch]) -> Batch:
     """A row for each example."""
-    return collate([[layout] for layout in layouts], max(len(layout.tokens) for layout in layouts))
+    width = max(len(layout.tokens) for layout in layouts)
+    return collate([[layout] for layout in layouts], width, PADDING)

@@ -1,3 +1,24 @@
+import random
+
+from plumbing.chat import Chat
+
+import pytest
 import torch
+from common import BASE, save_model, tiny_model
+
+from model import add_mask_token
 
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A tied random model, saved by us; returns its directory."""
+    model = tiny_model(random.Random(0), vocab_size=640)
+    chat = Chat(BASE)
+    model.config.tie_word_embeddings = True
+    if hasattr(model, "lm_head"):
+        del model.lm_head
+    add_mask_token(model, chat)
+    save_model(model, chat, tmp_path / "m")
+    return tmp_path / "m"

@@ -3,13 +3,15 @@
 import json
 import sys
 
+from plumbing import attention, data
+
 import pytest
 import torch
-from common import ROOT
+from common import ROOT, toy_prompts
 
 import train
 from decode import generate
-from model import load
+from model import load, visible
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,11 +19,9 @@ pytestmark = [
 ]
 
 
-def toy(device: str, dtype: torch.dtype):
-    model, chat = load(str(ROOT / "toy/mars"), device, dtype)
-    rows = [json.loads(line) for line in (ROOT / "toy/test.jsonl").read_text().splitlines()[:32]]
-    turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    return model, chat, [chat.encode(chat.prompt(turn)) for turn in turns], rows
+def rows_of(name: str, count: int) -> list[dict]:
+    lines = (ROOT / "toy" / name).read_text().splitlines()
+    return [json.loads(line) for line in lines[:count]]
 
 
 @pytest.mark.parametrize(
@@ -30,54 +30,63 @@ def toy(device: str, dtype: torch.dtype):
     ids=str,
 )
 def test_decoding_gives_the_tokens_of_the_cpu(options):
-    """In float64, where the two kinds of arithmetic are too close to tell a tie apart."""
+    """In float64: the two devices differ too little to decide a near tie differently."""
     results = []
     for device in ("cpu", "cuda"):
-        model, _, prompts, _ = toy(device, torch.float64)
-        results.append(generate(model, prompts, rows=5, **options))
-    assert [(r.tokens, r.accepted) for r in results[0]] == [
-        (r.tokens, r.accepted) for r in results[1]
-    ]
+        model, chat = load(str(ROOT / "toy/mars"), device, torch.float64)
+        answers = generate(model, toy_prompts(chat)[:32], rows=5, **options)
+        results.append([(answer.tokens, answer.accepted) for answer in answers])
+    assert results[0] == results[1]
 
 
 def test_bfloat16_solves_problems_several_tokens_at_a_time():
-    model, chat, prompts, rows = toy("cuda", torch.bfloat16)
-    assert model.device.type == "cuda" and model.model.norm.weight.dtype == torch.bfloat16
-    results = generate(model, prompts, rows=8, tau=0.95)
-    right = sum(
-        chat.decode(r.tokens).endswith(f" {row['answer']}.") for r, row in zip(results, rows)
-    )
-    assert right >= 28
+    model, chat = load(str(ROOT / "toy/mars"), "cuda", torch.bfloat16)
+    assert model.device.type == "cuda" and model.dtype == torch.bfloat16
+    results = generate(model, toy_prompts(chat)[:32], rows=8, tau=0.95)
+    num_right = 0
+    for result, row in zip(results, rows_of("test.jsonl", 32)):
+        if chat.decode(result.tokens).endswith(f" {row['answer']}."):
+            num_right += 1
+    assert num_right >= 28
     assert sum(len(r.tokens) for r in results) / sum(r.forwards for r in results) > 2
 
 
 def test_flex_attention_is_the_dense_mask():
     """Packed rows of two streams: the same losses and the same gradient, in float32."""
-    model, chat, _, _ = toy("cuda", torch.float32)
+    model, chat = load(str(ROOT / "toy/mars"), "cuda")
     model.requires_grad_()
-    rows = [json.loads(line) for line in (ROOT / "toy/train.jsonl").read_text().splitlines()]
-    examples = [train.encode(row, chat, 2, 512) for row in rows[:40]]
+    examples = [data.encode(row, chat, 2, 512) for row in rows_of("train.jsonl", 40)]
     args = train.parse_arguments(["--data", "none", "--batch-tokens", "1024"])
-    packed = train.batches(examples, model.config, args, longest=train.longest_stream(args))
-    found = {"block_mask": [], "dense_mask": []}
-    for name, results in found.items():
+    packed = train.batches(examples, model.config, args, longest=2 * args.max_length)
+
+    def with_flex(batch: train.Batch) -> torch.Tensor:
+        mask = attention.block_mask(visible, batch.pos, batch.prefix, batch.doc)
+        return model(batch.tokens, batch.pos, mask, attend=attention.attend_flex)
+
+    def with_dense_mask(batch: train.Batch) -> torch.Tensor:
+        return model(batch.tokens, batch.pos, train.dense_mask(batch))
+
+    found = []
+    for hidden_states in (with_flex, with_dense_mask):
+        numbers = []
         model.zero_grad()
         for batch in packed:
-            batch = train.Batch(*(field.cuda() for field in batch))
-            mask = getattr(train, name)(batch)
-            hidden = model(batch.tokens, batch.pos, mask)[batch.noisy > 0]
-            loss = torch.nn.functional.cross_entropy(
-                model.logits(hidden), batch.target[batch.noisy > 0], reduction="sum"
-            )
+            batch = batch.to(model.device)
+            is_noisy = batch.noisy > 0
+            logits = model.logits(hidden_states(batch)[is_noisy])
+            target = batch.target[is_noisy]
+            loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
             loss.backward()
-            results.append(loss.detach().reshape(1))
-        results += [weight.grad.flatten() for weight in model.parameters()]
-    ours, theirs = map(torch.cat, found.values())
+            numbers.append(loss.detach().reshape(1))
+        numbers += [weight.grad.flatten() for weight in model.parameters()]
+        found.append(torch.cat(numbers))
+    ours, theirs = found
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 
 def test_training_runs_and_saves(tmp_path, monkeypatch):
-    """In bfloat16 autocast, the default there, on float32 weights."""
+    """In bfloat16 autocast, the default on a GPU, with float32 weights."""
+    torch._dynamo.utils.counters.clear()
     words = ["--model", ROOT / "toy/sft", "--data", ROOT / "toy/train.jsonl", "--out", tmp_path]
     words += ["--steps", 5, "--batch", 32, "--lr", 1e-3, "--device", "cuda"]
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])

@@ -1,4 +1,4 @@
-"""Hub ids: the real huggingface_hub client, and a server on loopback that speaks as the hub."""
+"""Hub ids: the real huggingface_hub client, and a local server that answers as the hub."""
 
 import hashlib
 import json
@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from common import ROOT
+from safetensors import safe_open
 
 COMMIT = "c0ffee" + "0" * 34
 TOKEN = "hf_readsit"
@@ -20,7 +21,7 @@ HEADERS = {"private": "RepoNotFound", "gated": "GatedRepo"}  # which error the h
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves `directory` as org/name; anything else is not there."""
+    """Serves `directory` as org/name, and nothing else."""
 
     protocol_version = "HTTP/1.1"
 
@@ -28,26 +29,40 @@ class Hub(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        path, server = self.path.partition("?")[0], self.server
-        server.asked.append(path)
-        files = {str(p.relative_to(server.directory)): p for p in server.directory.rglob("*")}
-        files = {name: p for name, p in files.items() if p.is_file()}
-        allowed = not server.access or self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if "/org/name/" not in path or not allowed:
-            error = HEADERS["private"] if "/org/name/" not in path else HEADERS[server.access]
-            self.answer(403 if error == "GatedRepo" else 401, b"{}", {"X-Error-Code": error})
-        elif path.startswith("/api/models/org/name/revision/"):
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        is_known = "/org/name/" in path
+        is_allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if not is_known:
+            self.refuse(HEADERS["private"])
+        elif self.server.access and not is_allowed:
+            self.refuse(HEADERS[self.server.access])
+        else:
+            self.serve(path)
+
+    def serve(self, path: str) -> None:
+        directory = self.server.directory
+        files = {}
+        for file in directory.rglob("*"):
+            if file.is_file():
+                files[str(file.relative_to(directory))] = file
+        if path.startswith("/api/models/org/name/revision/"):
             siblings = [{"rfilename": name} for name in files]
             self.answer(200, {"id": "org/name", "sha": COMMIT, "siblings": siblings})
         elif path.startswith("/api/models/org/name/tree/"):
-            entry = {"type": "file", "oid": "0" * 40}
-            self.answer(
-                200, [{**entry, "path": n, "size": p.stat().st_size} for n, p in files.items()]
-            )
+            entries = []
+            for name, file in files.items():
+                size = file.stat().st_size
+                entries.append({"type": "file", "oid": "0" * 40, "path": name, "size": size})
+            self.answer(200, entries)
         else:
             content = files[path.partition(f"/resolve/{COMMIT}/")[2]].read_bytes()
             tag = f'"{hashlib.sha1(content).hexdigest()}"'
             self.answer(200, content, {"ETag": tag, "X-Repo-Commit": COMMIT})
+
+    def refuse(self, error: str) -> None:
+        status = 403 if error == "GatedRepo" else 401
+        self.answer(status, b"{}", {"X-Error-Code": error})
 
     def answer(
         self, status: int, content: bytes | dict | list, headers: dict | None = None
@@ -67,7 +82,9 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def hub(directory, access=""):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.directory, server.access, server.asked = directory, access, []
+    server.directory = directory
+    server.access = access
+    server.asked = []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -95,13 +112,11 @@ def decode(cache, endpoint, model="org/name", **environment) -> subprocess.Compl
 
 @pytest.fixture
 def published(tmp_path):
-    """A private model as one is published: shards, an index, and things that nobody here needs."""
+    """A model as on the hub: shards, an index, and files that decoding does not need."""
     directory = tmp_path / "published"
     shutil.copytree(ROOT / "toy/mars", directory)
     weights = directory / "model.safetensors"
     weights.rename(directory / "model-00001-of-00001.safetensors")
-    from safetensors import safe_open
-
     with safe_open(directory / "model-00001-of-00001.safetensors", "pt") as file:
         places = dict.fromkeys(file.keys(), "model-00001-of-00001.safetensors")
     index = {"metadata": {}, "weight_map": places}
@@ -113,12 +128,13 @@ def published(tmp_path):
 
 
 def one_line(done: subprocess.CompletedProcess, message: str) -> None:
+    """It failed, and the message is the last line of standard error."""
     error = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and message in error, done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
 
 
-def test_a_private_model_is_fetched_once_and_then_there_offline(published, tmp_path):
+def test_a_private_model_is_fetched_once_and_then_read_offline(published, tmp_path):
     cache = tmp_path / "cache"
     with hub(published, "private") as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -131,8 +147,7 @@ def test_a_private_model_is_fetched_once_and_then_there_offline(published, tmp_p
         offline = decode(cache, endpoint, HF_HUB_OFFLINE="1")
         assert not server.asked
     assert offline.returncode == 0, offline.stderr
-    tokens = [done.stdout.splitlines()[0] for done in (online, offline)]
-    assert tokens[0] == tokens[1] and tokens[0]
+    assert online.stdout == offline.stdout and online.stdout.strip()
 
 
 def test_what_the_hub_refuses(published, tmp_path):
@@ -140,7 +155,7 @@ def test_what_the_hub_refuses(published, tmp_path):
         endpoint = f"http://127.0.0.1:{server.server_port}"
         done = decode(tmp_path / "a", endpoint, HF_TOKEN="hf_wrong")
         one_line(done, "org/name: no such directory in ")
-        one_line(done, "the hub has no such model, or it is private and HF_TOKEN is not a token")
+        one_line(done, "the hub has no such model, or it is private and HF_TOKEN may not read it")
         one_line(decode(tmp_path / "a", endpoint, "no/such-model"), "the hub has no such model")
         server.access = "gated"
         message = "the hub asks for its terms to be accepted on its page; then set HF_TOKEN"

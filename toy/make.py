@@ -271,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, help="write only a training file, of this many rows")
     parser.add_argument("--out", type=Path, default=HERE / "train.jsonl", help="its name")
-    parser.add_argument("--hard", action="store_true", help="the world of bench/reproduce.py")
+    parser.add_argument("--hard", action="store_true", help="the world of bench.paper")
     args = parser.parse_args()
     default = args.out == parser.get_default("out")
     if (args.rows or 1) < 1 or (args.rows is not None or args.hard) == default:

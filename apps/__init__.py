@@ -1,0 +1,1 @@
+"""Programs around the decoder: a conversation, and a file of prompts."""

@@ -1,0 +1,127 @@
+"""Answer a file of prompts, several at a time.
+
+    python -m apps.batch prompts.jsonl --rows 8 > answers.jsonl
+
+If the first line is a JSON object, all lines must be: with a `prompt` or `messages` and, if you
+like, an `id` and a `tau`. Otherwise every line is a prompt as it stands. The output has a JSON
+object for every prompt, in the same order. It is training data for train.py.
+"""
+
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from plumbing.arguments import Parser, number, path, read_options
+from plumbing.chat import Chat
+from plumbing.data import Unusable, encode
+from plumbing.errors import UserError, run
+from plumbing.terminal import note, statistics
+
+from tqdm import tqdm
+
+from decode import Answer, Decoder, Options, is_plain_ar, load_for_decoding
+
+
+def read_rows(file: Path) -> dict[int, dict]:
+    """What each line asks for, by line number; blank lines are left out."""
+    rows = {}
+    is_jsonl = False
+    for line_number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8-sig").strip()
+        except UnicodeDecodeError:
+            raise UserError(f"{file}:{line_number}: not UTF-8") from None
+        if not text:
+            continue
+        row = parse(text)
+        if not rows:
+            is_jsonl = isinstance(row, dict)
+        if isinstance(row, dict) != is_jsonl or isinstance(row, list | str):
+            message = "either every line is a JSON object, or every line is plain text"
+            raise UserError(f"{file}:{line_number}: {message}")
+        rows[line_number] = row if is_jsonl else {"prompt": text}
+    if not rows:
+        raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
+    return rows
+
+
+def parse(text: str) -> object:
+    """The content of a line of JSON, None for any other line."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def encode_prompt(row: dict, chat: Chat) -> list[int]:
+    """Token ids of a prompt. The rules are those of training, which may read the output."""
+    example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
+    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+    if not all(isinstance(message.get("role"), str) for message in messages):
+        raise Unusable("a message without a role")
+    if messages[-1]["role"] == "assistant":
+        raise Unusable("the last message is the assistant's")
+    if not messages[-1]["content"].strip():
+        raise Unusable("a blank prompt")
+    tau = row.get("tau")
+    if tau is not None and type(tau) not in (int, float):  # true is an int, too
+        raise Unusable("tau must be a number")
+    return example.tokens[: example.prompt]
+
+
+def answer_all(decoder: Decoder, requests: list[tuple[dict, Answer]], chat: Chat) -> None:
+    """Print each answer as soon as it and all before it are done."""
+    unprinted = deque(requests)
+    num_tokens = 0
+    num_forwards = 0
+    began = time.perf_counter()
+    with tqdm(total=len(requests), unit="prompt", disable=None) as bar:
+        for answer, tokens in decoder:
+            num_tokens += len(tokens)
+            num_forwards += 1
+            if answer.done:
+                bar.update()
+            while unprinted and unprinted[0][1].done:
+                given, first = unprinted.popleft()
+                given["response"] = chat.decode(first.tokens)
+                given["tokens"] = len(first.tokens)
+                given["forwards"] = first.forwards
+                given["finish_reason"] = "stop" if first.tokens[-1] in first.stop else "length"
+                bar.write(json.dumps(given))
+                sys.stdout.flush()
+    figures = statistics(num_tokens, num_forwards, time.perf_counter() - began)
+    note(f"{num_tokens} tokens: {figures}")
+
+
+def main() -> None:
+    parser = Parser("Answer a file of prompts, several at a time (MARS).")
+    parser.add_argument("file", metavar="FILE", type=path, help="a prompt per line, or JSONL")
+    parser.add_argument("--rows", type=number(int, 1), default=8, help="prompts at a time")
+    parser.add_argument("--tau-busy", type=number(float), help="tau while prompts wait")
+    parser.add_model(None, "directory or hub id; None: the bundled toy/mars")
+    parser.add_options(Options)
+    args = parser.parse_args()
+    options = read_options(args, Options)
+    if args.tau_busy is not None:
+        is_plain_ar(args.tau_busy, options.metric)  # raises for a tau that cannot be
+        options.tau = lambda waiting: args.tau_busy if waiting else args.tau
+    rows = read_rows(args.file)
+    model, chat = load_for_decoding(args)
+    requests = []
+    for line_number, row in rows.items():
+        try:
+            prompt = encode_prompt(row, chat)
+            answer = Answer(prompt, model, options, index=len(requests), tau=row.get("tau"))
+        except (UserError, Unusable, OverflowError) as error:
+            raise UserError(f"{args.file}:{line_number}: {error}") from None
+        given = {key: row[key] for key in ("prompt", "messages") if key in row}
+        requests.append(({"id": row.get("id", line_number)} | given, answer))
+    answers = [answer for _, answer in requests]
+    decoder = Decoder(model, answers, options, rows=min(args.rows, len(answers)))
+    answer_all(decoder, requests, chat)
+
+
+if __name__ == "__main__":
+    run(main, out_of_memory="use fewer --rows or a smaller --max-new")

@@ -1,0 +1,225 @@
+"""What the benchmarks share: problems, answers, random models, timing, tables, arguments."""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from plumbing.arguments import Parser, number, path
+from plumbing.chat import Chat
+from plumbing.errors import UserError
+from plumbing.jsonl import Rows
+from plumbing.rows import Text
+
+import torch
+
+from model import Config, Qwen2, initialize
+
+ROOT = Path(__file__).parent.parent
+TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks are run from
+Result = TypeVar("Result")
+
+
+def read_problems(path: Path, limit: int | None = None) -> list[dict]:
+    """The first `limit` rows of a JSONL file; each has a `prompt` and a number as `answer`."""
+    problems = list(Rows(path))[:limit]
+    for line, problem in enumerate(problems, 1):
+        if not isinstance(problem.get("prompt"), str) or "answer" not in problem:
+            raise UserError(f"{path}: row {line} lacks prompt or answer")
+        if last_number(str(problem["answer"])) is None:
+            raise UserError(f"{path}: row {line}: the answer is not a number: {problem['answer']}")
+    return problems
+
+
+def encode(chat: Chat, problems: list[dict]) -> list[list[int]]:
+    """Token ids of each problem as the user's turn."""
+    turns = [[{"role": "user", "content": problem["prompt"]}] for problem in problems]
+    return [chat.encode(chat.prompt(turn)) for turn in turns]
+
+
+def last_number(text: str) -> str | None:
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    if not numbers:
+        return None
+    return numbers[-1].replace(",", "")
+
+
+def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> float:
+    """Share of the answers whose last number is the problem's."""
+    texts = [chat.decode(answer.tokens) for answer in answers]
+    expected = [last_number(str(problem["answer"])) for problem in problems]
+    right = [last_number(text) == number for text, number in zip(texts, expected)]
+    return sum(right) / len(right)
+
+
+def tokens_per_forward(answers: list[Text]) -> float:
+    return sum(len(answer.tokens) for answer in answers) / sum(a.forwards for a in answers)
+
+
+def positions_per_forward(answers: list[Text]) -> float:
+    """Positions that the model computed per row and forward, prefills aside."""
+    widths = [width for answer in answers for width in answer.positions[1:]]
+    return sum(widths) / max(1, len(widths))
+
+
+SHAPES = {  # Qwen2.5's: hidden, intermediate, layers, heads, KV heads, vocabulary, tied embeddings
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+def config_of(shape: str) -> Config:
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[shape]
+    return Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        tie_word_embeddings=tied,
+        eos_token_id=(vocabulary - 1,),
+        mask_token_id=vocabulary - 2,
+    )
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
+    """A model with random weights. It predicts nonsense, at the cost of a trained one."""
+    with device:  # a CPU would take a minute for the 7B
+        return initialize(config_of(shape), seed=0).to(dtype).requires_grad_(False)
+
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was asked to do; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """What `work` returns, and the seconds that it took."""
+    wait(device)
+    began = time.perf_counter()
+    result = work()
+    wait(device)
+    return result, time.perf_counter() - began
+
+
+def in_turn(
+    ways: dict[str, Callable[[], Result]], rounds: int, device: torch.device
+) -> tuple[dict[str, Result], dict[str, list[float]]]:
+    """Run all ways in turn, `rounds` times: a drift of the machine's speed hits all of them alike.
+
+    Returns each way's last result and its seconds in every round. The caller runs each way once
+    before, so that no start-up is timed.
+    """
+    results = {}
+    seconds = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, work in ways.items():
+            results[name], taken = timed(work, device)
+            seconds[name].append(taken)
+    return results, seconds
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_memory` begin anew; on a CPU, this needs Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def machine(model: Qwen2) -> str:
+    """What a figure was measured on and with."""
+    if model.device.type == "cuda":
+        name = torch.cuda.get_device_name(model.device)
+    else:
+        name = f"{model.device.type}, {torch.get_num_threads()} threads"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{name}, {dtype}, torch {torch.__version__}"
+
+
+def ratios(mine: list[float], others: list[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(mine, others)]
+
+
+def spread(values: list[float]) -> str:
+    """The median and the range."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Aligned Markdown: the first column to the left, all others to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths)]
+        cells[0] = line[0].ljust(widths[0])
+        text.append("| " + " | ".join(cells) + " |")
+    ruler = ["-" * (width + 1) + ":" for width in widths]
+    ruler[0] = ":" + "-" * (widths[0] + 1)
+    text.insert(1, "|" + "|".join(ruler) + "|")
+    return "\n".join(text)
+
+
+def add_problems(parser: Parser, limit: int | None = None) -> None:
+    """Add --model, --device, --dtype, --data, --limit and --max-new."""
+    parser.add_model(str(TOY / "mars"), "directory or hub id")
+    add = parser.add_argument
+    add("--data", type=path, default=TOY / "test.jsonl", help="JSONL with prompt and answer")
+    add("--limit", type=number(int, 1), default=limit, help="only the first so many problems")
+    add_max_new(parser)
+
+
+def add_max_new(parser: Parser) -> None:
+    parser.add_argument("--max-new", type=number(int, 1), default=256, help="tokens per answer")
+
+
+def add_taus(parser: Parser, default: list[float]) -> None:
+    """Add --tau, which takes several, --block and --verify."""
+    add = parser.add_argument
+    add("--tau", type=float, nargs="+", default=default, help="thresholds; 1 is plain AR")
+    add("--block", type=number(int, 1), help="masks per forward; None: what the model learnt")
+    add("--verify", action="store_true", help="lossless: tau says what to guess, AR checks it")
+
+
+def add_rows(parser: Parser, default: int | list[int]) -> None:
+    """Add --rows: one number, or several if the default is a list."""
+    nargs = "+" if isinstance(default, list) else None
+    parser.add_argument(
+        "--rows", type=number(int, 1), nargs=nargs, default=default, help="decoded at a time"
+    )
+
+
+def add_rounds(parser: Parser, default: int) -> None:
+    help = "how often all settings run in turn"
+    parser.add_argument("--rounds", type=number(int, 1), default=default, help=help)
+
+
+def plot_file(name: str) -> Path:
+    """An argparse type: refuse, before any work is done, a plot that could not be written."""
+    file = path(name)
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"{name}: must end with .png, .pdf or .svg")
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{name}: there is no directory {file.parent}")
+    return file
+
+
+def require(package: str) -> None:
+    """UserError if a package that only some benchmarks need is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{package} is not installed: pip install -r bench/requirements.txt")

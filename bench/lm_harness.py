@@ -1,0 +1,253 @@
+"""The paper's benchmarks in EleutherAI's lm-evaluation-harness, with tokens per forward.
+
+    python -m bench.lm_harness --model Xalphinions/MARS-Qwen2.5-0.5B-blk4 --block 4 --run-code
+    python -m bench.lm_harness --tasks gsm8k_cot bbh toy --data bench/data --limit 50
+
+The first command prints the paper's six tasks; the second needs no network: with --data problems
+come from files as their authors publish them, DIR/gsm8k/test.jsonl and DIR/bbh/NAME.json. `toy` is
+the bundled word problems. Settings are the paper's: the chat template, no examples in the prompt
+(BBH has three), up to 256 new tokens, greedy. The rest of a task is the harness's own.
+
+A stop string ends an answer where the string begins. As in one-token decoding, its tokens count up
+to the one that completes it; later tokens of the same forward do not.
+"""
+
+import functools
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+from typing import TextIO
+
+from tqdm import tqdm
+
+try:
+    import lm_eval
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.tasks import TaskManager
+except ImportError:
+    sys.exit("error: lm-eval is not installed: pip install -r bench/requirements.txt")
+
+from plumbing.arguments import Parser, find_device, number, path
+from plumbing.errors import UserError, run
+from plumbing.files import read_json
+from plumbing.jsonl import Rows
+from plumbing.terminal import note
+
+from bench import common
+from decode import Answer, Decoder, Options
+from model import load
+
+METRICS = {  # the one that is printed for each task
+    "ifeval": "prompt_level_strict_acc,none",
+    "bbh": "exact_match,get-answer",
+    "mmlu_pro": "exact_match,custom-extract",
+    "gpqa_main_cot_zeroshot": "exact_match,flexible-extract",
+    "gsm8k_cot": "exact_match,flexible-extract",
+    "humaneval_instruct": "pass@1,create_test",
+}
+PAPER = list(METRICS)
+METRICS["toy"] = "exact_match,last-number"
+
+# ------------------------------------------------------------------------------ the harness's model
+
+
+def stop_at(text: str, stop_strings: list[str]) -> int | None:
+    """Where the first of the stop strings begins; None if there is none in the text."""
+    found = [text.find(stop) for stop in stop_strings if stop]
+    return min((at for at in found if at >= 0), default=None)
+
+
+@register_model("mars")
+class Mars(LM):
+    """The Decoder as a model of the harness; a row that is done takes the next request."""
+
+    def __init__(self, name: str, options: Options, rows=8, device="auto", dtype=None):
+        super().__init__()
+        self.name = name
+        self.options = options
+        self.num_rows = rows
+        self.model, self.chat = load(name, *find_device(device, dtype))
+        self.counts = Counter()  # tokens, forwards, and prompts that lost their start
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.name
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self.chat.template
+
+    def apply_chat_template(self, chat_history: list[dict], add_generation_prompt=True) -> str:
+        """Some tasks begin the assistant's turn themselves; the model then continues that turn."""
+        if add_generation_prompt:
+            return self.chat.prompt(chat_history)
+        return self.chat.prompt(chat_history[:-1]) + chat_history[-1]["content"]
+
+    def answer(self, request, index: int) -> Answer:
+        """The request for the Decoder; a prompt that is too long loses its start."""
+        context, settings = request.args
+        if settings.get("do_sample") and settings.get("temperature", 1):
+            raise UserError(f"{request.task_name}: samples its answers; this decoder is greedy")
+        ids = self.chat.encode(context)
+        room = self.model.config.max_position_embeddings - self.options.max_new
+        if len(ids) > room:
+            self.counts["cut"] += 1
+        return Answer(ids[-room:], self.model, self.options, index)
+
+    def generate_until(self, requests: list) -> list[str]:
+        answers = [self.answer(request, index) for index, request in enumerate(requests)]
+        texts = [""] * len(answers)
+        bar = tqdm(total=len(answers), desc=f"{self.name}, tau {self.options.tau:g}")
+        for answer, _ in Decoder(self.model, answers, self.options, self.num_rows):
+            stop_strings = requests[answer.index].args[1].get("until") or []
+            if isinstance(stop_strings, str):
+                stop_strings = [stop_strings]
+            tokens = answer.tokens
+            text = self.chat.decode(tokens)
+            stop = stop_at(text, stop_strings)
+            if stop is not None:
+                answer.done = True  # its row is free for the next request
+                text = text[:stop]
+                tokens = self.through_stop(tokens, stop_strings)
+            if answer.done:
+                texts[answer.index] = text
+                self.counts.update(tokens=len(tokens), forwards=answer.forwards)
+                bar.update()
+        bar.close()
+        return texts
+
+    def through_stop(self, tokens: list[int], stop_strings: list[str]) -> list[int]:
+        """Tokens up to the one that completes a stop string."""
+        for count in range(1, len(tokens)):
+            if stop_at(self.chat.decode(tokens[:count]), stop_strings) is not None:
+                return tokens[:count]
+        return tokens
+
+    def loglikelihood(self, requests: list) -> list:
+        raise UserError("a task that asks for likelihoods: any harness model at tau 1 can do it")
+
+    loglikelihood_rolling = loglikelihood
+
+
+# ------------------------------------------------------------------------------------------- tasks
+
+task_manager = functools.cache(TaskManager)  # reads some ten thousand files
+
+
+def local(name: str, file: Path, folder: Path, field: str | None = None) -> str:
+    """Write a YAML file: the harness's task of that name, or ours, on the problems in `file`."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file, which the task {name} needs")
+    read = read_json if field else Rows
+    read(file)  # a UserError if the file is damaged
+    if name == "toy":
+        original = Path(__file__).parent / "toy.yaml"
+    elif name in task_manager().task_index:
+        original = task_manager().task_index[name].yaml_path
+    else:
+        raise UserError(f"{file}: the harness has no task {name}")
+    kwargs = {"data_files": {"test": str(file.resolve())}}
+    if field:
+        kwargs["field"] = field
+    task = {"include": str(original), "task": name}
+    task |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
+    written = folder / f"{name}.yaml"
+    written.write_text(json.dumps(task))  # JSON is YAML
+    return str(written)
+
+
+def tasks_of(name: str, data: Path | None, folder: Path) -> list[str]:
+    """A task as `simple_evaluate` takes it; a UserError if its problems are not there."""
+    if name == "toy":
+        return [local(name, common.TOY / "test.jsonl", folder)]
+    if data is None:
+        return [name]
+    if name == "gsm8k_cot":
+        return [local(name, data / "gsm8k/test.jsonl", folder)]
+    if name == "bbh":
+        files = sorted((data / "bbh").glob("*.json"))
+        if not files:
+            raise UserError(f"{data / 'bbh'}: no .json there, which the task bbh needs")
+        return [local(f"bbh_cot_fewshot_{f.stem}", f, folder, "examples") for f in files]
+    raise UserError(f"--data {data}: has only gsm8k_cot, bbh and toy, not {name}")
+
+
+def evaluate(lm: Mars, name: str, tasks: list, samples: TextIO, args) -> tuple[float, float]:
+    """Accuracy and tokens per forward over all problems of a task's parts; writes the answers."""
+    lm.counts.clear()
+    results = lm_eval.simple_evaluate(
+        lm,
+        tasks=tasks,
+        task_manager=task_manager(),
+        num_fewshot=3 if name == "bbh" else 0,
+        limit=args.limit,
+        apply_chat_template=True,
+        bootstrap_iters=0,
+        confirm_run_unsafe_code=args.run_code,
+    )
+    num_right, num_problems = 0.0, 0
+    for part, rows in results["samples"].items():
+        problems = {row["doc_id"]: row for row in rows}  # the harness has a row for each filter
+        num_right += len(problems) * results["results"][part][METRICS[name]]
+        num_problems += len(problems)
+        for row in problems.values():
+            sample = {"task": part, "tau": lm.options.tau}
+            sample |= {"prompt": row["arguments"][0][0], "answer": row["resps"][0][0]}
+            samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    if lm.counts["cut"]:
+        note(f"{name}: {lm.counts['cut']} prompts left no room for --max-new and lost their start")
+    return num_right / num_problems, lm.counts["tokens"] / max(1, lm.counts["forwards"])
+
+
+def evaluate_all(tasks: dict[str, list], samples: TextIO, args) -> str:
+    """The table: accuracy and tokens per forward of each task, and their means, for every tau."""
+    options = Options(block=args.block, verify=args.verify, max_new=args.max_new)
+    lm = Mars(args.model, options, args.rows, args.device, args.dtype)
+    rows = []
+    for tau in args.tau:
+        options.tau = tau
+        figures = [evaluate(lm, name, parts, samples, args) for name, parts in tasks.items()]
+        accuracies = [accuracy for accuracy, _ in figures]
+        speeds = [speed for _, speed in figures]
+        figures.append((mean(accuracies), mean(speeds)))
+        label = f"verify, tau {tau:g}" if args.verify else f"tau {tau:g}"
+        rows.append([label, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
+    return common.table([args.model, *tasks, "mean"], rows)
+
+
+def parse_arguments():
+    parser = Parser("The paper's benchmarks, with tokens per forward.")
+    parser.add_model(str(common.TOY / "mars"), "directory or hub id")
+    add = parser.add_argument
+    add("--tasks", nargs="+", default=PAPER, choices=METRICS, metavar="TASK", help="also: toy")
+    add("--data", type=path, help="a directory with their problems; None: downloads")
+    add("--limit", type=number(int, 1), help="only the first so many problems of each task")
+    add("--samples", type=path, help="append every problem's prompt and answer to this JSONL file")
+    add("--run-code", action="store_true", help="let humaneval run what the model wrote")
+    common.add_taus(parser, default=[1, 0.95])
+    common.add_rows(parser, default=8)
+    common.add_max_new(parser)
+    args = parser.parse_args()
+    for tau in args.tau:
+        Options(tau)  # a UserError if it is out of range
+    if "humaneval_instruct" in args.tasks and not args.run_code:
+        raise UserError("humaneval_instruct runs what the model wrote: allow it with --run-code")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = {name: tasks_of(name, args.data, Path(folder)) for name in args.tasks}
+        with open(args.samples or os.devnull, "a", encoding="utf-8") as samples:
+            print(evaluate_all(tasks, samples, args))
+
+
+if __name__ == "__main__":
+    run(main)

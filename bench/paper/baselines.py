@@ -1,0 +1,235 @@
+"""What MARS is compared with: block diffusion, 1/t weights, Jacobi decoding.
+
+    python -m bench.paper.baselines diffusion --data toy/train.jsonl --model toy/sft --steps 30
+    python -m bench.paper.baselines over-t --ar-weight 0 --data toy/train.jsonl --model toy/sft
+
+The two that need training are train.py with a few functions replaced, and take its options.
+
+  * diffusion: the response is cut into blocks of B tokens. Each token of a block becomes a mask
+    with probability t, drawn per example. The model sees the earlier blocks as they are and all of
+    this block in both directions (MARS sees it causally), and predicts the masked tokens with
+    weight 1/t. The output is shifted right, as in MARS and in the paper's code, so the window of a
+    block begins with the token before the block. Decoding takes one forward per token, the most
+    confident mask first, and one more after each block, which puts the block into the cache.
+  * over-t: MARS, with the loss of every example multiplied by 1/t, t uniform in (0.001, 1). The
+    paper's code does this where it leaves out the clean loss.
+  * Jacobi decoding needs no training. The guesses are what the ordinary model predicted after its
+    last guesses, right or wrong. It is lossless.
+"""
+
+import random
+import sys
+
+from plumbing.data import Example
+from plumbing.errors import UserError, run
+from plumbing.packing import concatenate, round_up
+from plumbing.rows import Text
+
+import torch
+from torch import Tensor
+
+import train
+from decode import Answer, Decision, Decoder, Options, logits_at
+from kv_cache import KVCache
+from model import Qwen2, visible
+from train import Batch
+
+# -------------------------------------------------------------------------------- block diffusion
+
+
+def noise(example: Example) -> tuple[float, Tensor]:
+    """t, and which tokens are masked: functions of the example, the same in every epoch."""
+    rng = random.Random(str(example.tokens))
+    t = rng.uniform(0.001, 1)
+    masked = [rng.random() < t for _ in example.tokens]
+    return t, torch.tensor(masked)
+
+
+def diffusion_length(example: Example, block_size: int) -> int:
+    return len(diffusion_layout(example, block_size, mask_id=0, weight=1.0).tokens)
+
+
+def diffusion_layout(
+    example: Example, block_size: int, mask_id: int, weight: float, doc: int = 0
+) -> Batch:
+    """[clean; a window of B + 1 per block]. Column 0 of a window is the clean token before it.
+
+    The end token is repeated up to the end of the last block, and a target each time.
+    """
+    prompt = example.prompt
+    num_targets = round_up(example.targets, block_size)
+    num_padding = num_targets - example.targets
+    x = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding)
+
+    # Clean stream: causal in the prompt, whole blocks after it. No window sees the last block.
+    pos = torch.arange(len(x) - block_size)
+    block_end = pos + block_size - (pos - prompt) % block_size
+    clean = Batch(
+        tokens=x[: len(pos)],
+        pos=pos,
+        prefix=torch.where(pos < prompt, pos + 1, block_end),
+        doc=torch.full_like(pos, doc),
+        target=x[: len(pos)],
+        noisy=torch.zeros(len(pos)),
+        clean=torch.zeros(len(pos)),
+        back=torch.zeros_like(pos),
+    )
+
+    t, masked = noise(example)
+    masked = torch.cat([masked, torch.ones(num_padding, dtype=torch.bool)])
+    column = torch.arange(block_size + 1).repeat(num_targets // block_size)
+    first = torch.arange(prompt - 1, len(x) - 1, block_size).repeat_interleave(block_size + 1)
+    pos = first + column
+    following = (pos + 1).clamp(max=len(x) - 1)  # the last column has no target and weight 0
+    is_target = masked[following] & (column < block_size)
+    windows = Batch(
+        tokens=torch.where(masked[pos] & (column > 0), mask_id, x[pos]),
+        pos=pos,
+        prefix=first,
+        doc=torch.full_like(pos, doc),
+        target=x[following],
+        noisy=torch.where(is_target, weight / t, 0.0),
+        clean=torch.zeros(len(pos)),
+        back=torch.zeros_like(pos),
+    )
+    return concatenate([clean, windows])
+
+
+def diffusion_mask(batch: Batch) -> Tensor:
+    """`visible`, except that each position of a window sees what the last position may see."""
+    in_window = batch.prefix <= batch.pos
+    q_pos = torch.where(in_window, batch.pos.max(), batch.pos)
+    queries = [field[:, None, :, None] for field in (q_pos, batch.prefix, batch.doc)]
+    keys = [field[:, None, None, :] for field in (batch.pos, batch.prefix, batch.doc)]
+    return visible(*queries, *keys)
+
+
+def diffusion_states(model: Qwen2, batch: Batch) -> Tensor:
+    return model(batch.tokens, batch.pos, diffusion_mask(batch))
+
+
+def forward(
+    model: Qwen2, cache: KVCache, tokens: Tensor, prefix: Tensor, rows: slice = slice(None)
+) -> Tensor:
+    """Hidden states of tokens (R, T) after the cached ones; each sees `prefix` (R, T) tokens."""
+    pos = cache.reserve(tokens.size(1), rows)
+    return model(tokens, pos, cache.mask(pos, prefix), cache)
+
+
+def fill_blocks(model: Qwen2, cache: KVCache, last: Tensor, prefix: Tensor) -> Tensor:
+    """The next block of each row (R, B): B forwards, each sets a row's most confident mask.
+
+    last (R, 1): the token before the block. prefix (R, 1): where the block ends.
+    """
+    block_size = model.config.block_size
+    mask_id = model.config.mask_token_id
+    blocks = torch.full((len(last), block_size), mask_id, device=model.device)
+    for _ in range(block_size):
+        window = torch.cat([last, blocks], dim=1)  # (R, B + 1)
+        hidden = forward(model, cache, window, prefix.expand_as(window))
+        logits = model.logits(hidden[:, :-1].flatten(0, 1))
+        confidence, token = logits.softmax(-1).max(-1)
+        confidence = confidence.view_as(blocks).masked_fill(blocks != mask_id, -1)
+        best = confidence.argmax(-1, keepdim=True)
+        blocks.scatter_(1, best, token.view_as(blocks).gather(1, best))
+    return blocks
+
+
+@torch.inference_mode()
+def diffuse(model: Qwen2, prompts: list[list[int]], max_new: int = 256) -> list[Text]:
+    """Decode the prompts together; what a text counts as one forward is a block, B + 1 forwards.
+
+    That is one for each token of the block, and one that puts it into the cache. (The prompt takes
+    a forward as well, and the last block does not need its last.)
+    """
+    block_size = model.config.block_size
+    answers = [Text(prompt, max_new, model.config) for prompt in prompts]
+    capacity = max(len(prompt) for prompt in prompts) + max_new + 2 * block_size
+    cache = KVCache(model.config, len(prompts), capacity, model.device, model.dtype)
+    for row, prompt in enumerate(prompts):  # all but the last token, which opens the first window
+        if len(prompt) > 1:
+            tokens = torch.tensor([prompt[:-1]], device=model.device)
+            causal = torch.arange(1, len(prompt), device=model.device)[None]
+            forward(model, cache, tokens, causal, slice(row, row + 1))
+            cache.commit([len(prompt) - 1])
+
+    while not all(answer.done for answer in answers):
+        last = torch.tensor([answer.ids[-1:] for answer in answers], device=model.device)
+        start = torch.tensor(cache.lengths, device=model.device)[:, None] + 1
+        end = start + block_size
+        blocks = fill_blocks(model, cache, last, end)
+        # Once more as clean tokens. The last of them is not kept: it opens the next window.
+        window = torch.cat([last, blocks], dim=1)
+        prefix = torch.cat([start, end.expand_as(blocks)], dim=1)
+        forward(model, cache, window, prefix)
+        cache.commit([block_size] * len(answers))
+        for answer, block in zip(answers, blocks.tolist()):
+            if not answer.done:
+                answer.take(block, num_positions=block_size + 1)
+    return answers
+
+
+# ----------------------------------------------------------------------------------------- over t
+
+target_weights = train.target_weights  # before it is replaced
+
+
+def over_t(examples: list[Example], normalization: str) -> list[float]:
+    weights = target_weights(examples, normalization)
+    return [weight / noise(example)[0] for weight, example in zip(weights, examples)]
+
+
+# ----------------------------------------------------------------------------------------- Jacobi
+
+
+class Jacobi(Decoder):
+    """Checks guesses that no mask made: what the model predicted after its last guesses."""
+
+    def __init__(
+        self, model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int = 8, **options
+    ):
+        options = Options(tau=1.0, verify=True, block=num_guesses, **options)  # tau 1: no masks
+        answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
+        super().__init__(model, answers, options, rows)
+
+    def decide(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[Decision]:
+        num_guesses = self.options.block
+        ahead = torch.arange(num_guesses + 1, device=last.device)
+        predicted = logits_at(self.model, hidden, last + ahead).argmax(-1).tolist()
+        decisions = super().decide(hidden, last, batch)
+        for row, answer in enumerate(batch):
+            if answer is None:
+                continue
+            num_held = decisions[row].num_held
+            after_guesses = predicted[row][: len(answer.guesses) + 1]
+            guesses = after_guesses[num_held + 1 :]
+            while len(guesses) < num_guesses:  # any guess will do
+                guesses.append(after_guesses[-1])
+            decisions[row] = Decision(decisions[row].tokens, guesses, num_held)
+        return decisions
+
+
+# ------------------------------------------------------------------------------- the command line
+
+REPLACED = {
+    "diffusion": {
+        "lay_out": diffusion_layout,
+        "stream_length": diffusion_length,
+        "hidden_states": diffusion_states,
+    },
+    "over-t": {"target_weights": over_t},
+}
+
+
+def main() -> None:
+    names = "|".join(REPLACED)
+    if len(sys.argv) < 2 or sys.argv[1] not in REPLACED:
+        raise UserError(f"usage: python -m bench.paper.baselines {names} [options of train.py]")
+    baseline = sys.argv.pop(1)
+    for name, function in REPLACED[baseline].items():
+        setattr(train, name, function)
+    train.main()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,109 @@
+"""Accuracy and tokens per forward over tau, and how many answers are those of tau 1.
+
+    python -m bench.quality                                  # the README's table over tau
+    python -m bench.quality --verify --tau 0                 # is --verify lossless?
+    python -m bench.quality --data gsm8k.jsonl --max-new 128 --dtype bfloat16
+
+An answer is right if its last number is the problem's. Where an answer parts from that of tau 1 and
+the model's two best logits are at most 1e-4 apart, it parted at a tie: the two tokens are as good
+as equal, and a forward of another width rounds differently. With --verify in float32 there is no
+other difference. If there is one, it is a bug, and the exit status is 1.
+"""
+
+import sys
+from os.path import commonprefix  # of any two lists
+
+from plumbing.arguments import Parser, find_device, number
+from plumbing.errors import run
+
+import torch
+
+from bench import common
+from decode import METRICS, Answer, Options, generate, is_plain_ar
+from model import Qwen2, load
+
+TIE = 1e-4
+
+
+@torch.inference_mode()
+def gap_between_best(model: Qwen2, tokens: list[int]) -> float:
+    """The difference of the two best logits for the token that follows `tokens`."""
+    ids = torch.tensor([tokens], device=model.device)
+    positions = torch.arange(len(tokens), device=model.device)[None]
+    hidden = model(ids, positions, None)
+    best, second = model.logits(hidden[0, -1:]).topk(2).values[0].tolist()
+    return best - second
+
+
+def gaps_at_parting(model: Qwen2, expected: list[Answer], answers: list[Answer]) -> list[float]:
+    """`gap_between_best` where answers part from the expected ones: a number for each that does."""
+    gaps = []
+    for right, answer in zip(expected, answers):
+        if answer.tokens == right.tokens:
+            continue
+        num_same = len(commonprefix([right.ids, answer.ids]))
+        if num_same in (len(right.ids), len(answer.ids)):
+            gaps.append(float("inf"))  # one goes on where the other ends
+        else:
+            gaps.append(gap_between_best(model, answer.ids[:num_same]))
+    return gaps
+
+
+def figures(answers: list[Answer], right: float, gaps: list[float]) -> list[str]:
+    """A row of the table, without its tau."""
+    num_ties = sum(gap <= TIE for gap in gaps)
+    return [
+        f"{right:.1%}",
+        f"{common.tokens_per_forward(answers):.2f}",
+        f"{common.positions_per_forward(answers):.1f}",
+        f"{len(answers) - len(gaps)}",
+        f"{num_ties}",
+        f"{len(gaps) - num_ties}",
+    ]
+
+
+def parse_arguments():
+    parser = Parser("Accuracy and tokens per forward over tau.")
+    common.add_problems(parser)
+    common.add_rows(parser, default=32)
+    common.add_taus(parser, default=[1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5])
+    add = parser.add_argument
+    add("--metric", choices=METRICS, default="probability", help="of confidence")
+    add("--block-cache", type=number(int, 1), help="the paper's cache, in blocks of so many tokens")
+    args = parser.parse_args()
+    for tau in args.tau:  # a UserError before any work, if these cannot be
+        Options(tau, args.metric, block_cache=args.block_cache, verify=args.verify)
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    problems = common.read_problems(args.data, args.limit)
+    model, chat = load(args.model, *find_device(args.device, args.dtype))
+    prompts = common.encode(chat, problems)
+    sizes = {"rows": args.rows, "block": args.block, "max_new": args.max_new}
+    options = {"metric": args.metric, "block_cache": args.block_cache, "verify": args.verify}
+
+    expected = generate(model, prompts, tau=1.0, **sizes)
+    rows, all_gaps = [], []
+    for tau in args.tau:
+        if is_plain_ar(tau, args.metric) and not args.verify and not args.block_cache:
+            answers = expected
+        else:
+            answers = generate(model, prompts, tau=tau, **sizes, **options)
+        gaps = gaps_at_parting(model, expected, answers)
+        right = common.accuracy(chat, answers, problems)
+        rows.append([f"{tau:g}", *figures(answers, right, gaps)])
+        all_gaps += gaps
+    print(f"{args.model}, {args.data}: {len(problems)} problems\n")
+    head = ["tau", "accuracy", "tokens/forward", "positions/forward"]
+    print(common.table([*head, "same as tau 1", "parted at a tie", "different"], rows))
+    if args.verify and all_gaps:
+        worst = max(all_gaps)
+        print(f"\nWhere answers parted, the two best logits were at most {worst:.2g} apart.")
+        if worst > TIE and model.dtype != torch.bfloat16:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,28 @@
+"""What any such program needs; a reader of the method may skip it. Nothing here imports the core.
+
+Every file imports this package before torch (pyproject.toml sorts it first), because two settings
+work only then.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+# Threads that wait for each other spin before they sleep. With another busy program on the machine
+# the default, a very long spin, makes decoding several times slower (docs/speed.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def is_own_command() -> bool:
+    """Was a script of this project started, and not a program that imports it?"""
+    main_file = getattr(sys.modules["__main__"], "__file__", None)
+    if main_file is None:
+        return sys.argv[0] == "-m"  # `python -m apps.chat` imports the package first
+    return Path(main_file).resolve().parent == Path(__file__).resolve().parent.parent
+
+
+# Importing torch takes seconds. Ctrl-C ends that quietly; errors.run gives it back to Python.
+if is_own_command() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

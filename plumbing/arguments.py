@@ -1,0 +1,117 @@
+"""Command lines: errors in one line, numbers with a range, the options that every command has."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose help shows the defaults and whose errors are UserErrors."""
+
+    def __init__(self, description: str, **options):
+        show_defaults = argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(description=description, formatter_class=show_defaults, **options)
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message.removeprefix('argument ')} (see --help)")
+
+    def add_model(self, default: str | None, help: str) -> None:
+        """Add --model, --device and --dtype; `find_device` takes the last two."""
+        self.add_argument("--model", default=default, help=help)
+        self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
+        dtype_help = "None: bfloat16 on cuda, else float32"
+        self.add_argument("--dtype", choices=("float32", "bfloat16"), help=dtype_help)
+
+    def add_options(self, options: type) -> None:
+        """Add every field of a dataclass of `option`s: block_cache becomes --block-cache."""
+        for field in dataclasses.fields(options):
+            name = "--" + field.name.replace("_", "-")
+            wanted = {"help": field.metadata["help"]}
+            if field.metadata["kind"] is bool:
+                wanted["action"] = "store_true"
+            else:
+                wanted["default"] = field.default
+            if field.metadata["choices"]:
+                wanted["choices"] = field.metadata["choices"]
+            elif field.metadata["kind"] is not bool:
+                limits = field.metadata["least"], field.metadata["below"]
+                wanted["type"] = number(field.metadata["kind"], *limits)
+            self.add_argument(name, **wanted)
+
+
+def number(kind: type = int, least: float | None = None, below: float | None = None) -> Callable:
+    """An argparse type: an int or float with least <= value < below."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {name}, not {text!r}") from None
+        if least is not None and not value >= least:  # also true of NaN
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {text}")
+        if below is not None and not value < below:
+            raise argparse.ArgumentTypeError(f"must be below {below:g}, not {text}")
+        return value
+
+    return parse
+
+
+def path(text: str) -> Path:
+    """An argparse type; an empty text would be the current directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must name a file or directory")
+    return Path(text)
+
+
+def option(default: object, help: str, kind: type = int, least=None, below=None, choices=None):
+    """A field of a dataclass of options; `Parser.add_options` makes it a command-line option."""
+    metadata = {"help": help, "kind": kind, "least": least, "below": below, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def read_options(args: argparse.Namespace, options: type) -> object:
+    """The dataclass of options that the command line asked for."""
+    return options(**{f.name: getattr(args, f.name) for f in dataclasses.fields(options)})
+
+
+def check_options(options: object) -> None:
+    """The ranges again, for those who make a dataclass of options in Python."""
+    for field in dataclasses.fields(options):
+        least, below = field.metadata["least"], field.metadata["below"]
+        value = getattr(options, field.name)
+        if value is None or least is None:
+            continue
+        if not (value >= least and value < (below or math.inf)):
+            limit = f"at least {least}" + (f" and below {below}" if below else "")
+            raise UserError(f"{field.name} {value}: must be {limit}")
+
+
+def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """`auto` is the first of cuda, mps and cpu that this machine has."""
+    available = available_devices()
+    if device == "auto":
+        device = available[0]
+    name = device
+    if name in ("cpu:0", "mps:0"):  # other libraries do not know these names
+        name = name[:3]
+    elif name == "cuda":
+        name = "cuda:0"
+    if name not in available:
+        raise UserError(f"--device {device}: this machine has {', '.join(available)}")
+    if dtype is None:
+        dtype = "bfloat16" if name.startswith("cuda") else "float32"
+    return torch.device(name), getattr(torch, dtype)
+
+
+def available_devices() -> list[str]:
+    names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    return [*names, "cpu"]

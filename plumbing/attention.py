@@ -1,0 +1,126 @@
+"""Faster drop-ins for model.attend and for the forward around it; results differ in rounding only.
+
+`python -m bench.speed --shape 0.5B` shows what they gain.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+NARROW = 96  # positions per row: with more there is nothing left to gain from folding
+ONEDNN = torch.backends.mkldnn.enabled
+
+# ---------------------------------------------------------------------------------------- decoding
+
+
+def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_threads: int = 1) -> Tensor:
+    """model.attend, for the few positions of a decoding step.
+
+    The query heads that share a key head become more positions of one head: the same products, but
+    attention of one token is 2 (float32) to 6 times (bfloat16) faster on a CPU. Not with so few
+    heads that threads would be idle.
+    """
+    R, num_heads, T, head_dim = q.shape
+    num_kv_heads = k.size(1)
+    group = num_heads // num_kv_heads
+    threads_idle = q.device.type == "cpu" and R * num_kv_heads < num_threads
+    if group == 1 or T > NARROW or threads_idle:
+        return attend_repeated(q, k, v, mask)
+    q = q.reshape(R, num_kv_heads, group * T, head_dim)
+    mask = mask.repeat(1, 1, group, 1)  # (R, 1, group * T, S)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return y.reshape(R, num_heads, T, head_dim)
+
+
+def attend_repeated(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """model.attend; on a GPU with repeated key heads: fast kernels with a mask share none."""
+    if q.is_cuda and q.size(1) > k.size(1):
+        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def fast_forwards(model: nn.Module, cache, compile: bool) -> tuple[Callable, Callable]:
+    """The model's forward with this cache, of prompts and of steps: (tokens, pos, mask) -> hidden.
+
+    compile: static shapes for the steps.
+    """
+    lay_out_by_columns(model)
+    attend = functools.partial(attend_folded, num_threads=torch.get_num_threads())
+    prefill = functools.partial(model, cache=cache, attend=attend)
+    if not compile:
+        return prefill, prefill
+    for keys, values in cache.layers:  # or a CUDA graph would copy the cache at each forward
+        torch._dynamo.mark_static_address(keys)
+        torch._dynamo.mark_static_address(values)
+    return prefill, functools.partial(compile_forward(model), cache=cache, attend=attend)
+
+
+def compile_forward(model: nn.Module) -> Callable[..., Tensor]:
+    """The model's forward for static shapes; on a GPU as CUDA graphs, which need no Python."""
+    torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
+    mode = "reduce-overhead" if model.device.type == "cuda" else "default"
+    return torch.compile(model.forward, dynamic=False, mode=mode)
+
+
+def lay_out_by_columns(model: nn.Module) -> None:
+    """On a CPU in float32: store matrices with more rows than columns by columns.
+
+    A forward of one position is a product with one vector, for which torch reads tall matrices
+    faster so. Shapes and values stay the same. A model in training is left alone: its optimizer
+    pairs weights and moments by their layout.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return
+    for weight in model.parameters():
+        is_tall = weight.dim() == 2 and weight.size(0) > weight.size(1)
+        if is_tall and weight.is_contiguous() and not weight.requires_grad:
+            weight.data = weight.data.t().contiguous().t()
+
+
+@contextmanager
+def fast_for_one(model: nn.Module, tokens: Tensor) -> Iterator[None]:
+    """On a CPU in bfloat16: for one position, torch's own product beats oneDNN's.
+
+    The switch is the whole process's: another thread may be slower meanwhile, but not wrong.
+    """
+    is_one = tokens.numel() == 1 and model.dtype == torch.bfloat16
+    torch.backends.mkldnn.enabled = ONEDNN and not is_one
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = ONEDNN
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def can_use_flex(device: torch.device, head_dim: int) -> bool:
+    return device.type == "cuda" and head_dim >= 16  # FlexAttention takes no smaller heads
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """model.attend with a mask of `block_mask`: blocks in which nothing is visible are skipped."""
+    return compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def block_mask(visible: Callable, pos: Tensor, prefix: Tensor, doc: Tensor) -> BlockMask:
+    """The mask rule `visible` on all pairs of positions (B, T), for `attend_flex`."""
+
+    def mask_mod(b, head, q, k):
+        return visible(pos[b, q], prefix[b, q], doc[b, q], pos[b, k], prefix[b, k], doc[b, k])
+
+    B, T = pos.shape
+    return create_block_mask(mask_mod, B, None, T, T, device=pos.device)

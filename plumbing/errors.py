@@ -1,0 +1,71 @@
+"""Errors that the user can fix: one clear line, exit status 2, no traceback."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+
+
+class UserError(ValueError):
+    """Something the user can fix. The message says what is wrong, where, and what to do."""
+
+
+def run(
+    main: Callable[[], None],
+    out_of_memory: str = "use smaller batches, fewer rows or shorter texts",
+) -> None:
+    """Call a script's main(); turn what the user can fix into one line and exit status 2."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see plumbing/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    mend_streams()
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # as in `... | head`: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except UserError as error:
+        stop(str(error))
+    except OSError as error:
+        stop(describe(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise  # a bug of ours keeps its traceback
+        stop(f"out of memory: {out_of_memory} ({first_line(error)})")
+
+
+def mend_streams() -> None:
+    """A standard stream may be closed, or its encoding may lack a character."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def stop(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def describe(error: Exception) -> str:
+    """One line, without the number of an OSError."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Torch has an exception of its own on a GPU only."""
+    text = f"{type(error).__name__}: {first_line(error)}".lower()
+    return re.search("memoryerror|out of ?memory|allocate memory", text) is not None

@@ -1,0 +1,173 @@
+"""Files: JSON, checkpoints on disk and on the hub, and writing that leaves the old or the new."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import UserError, describe
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; anything else is a UserError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; is {path.parent} a checkpoint?") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({describe(error)})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {str(content)[:40]}")
+    return content
+
+
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+]
+
+
+def locate(name: str) -> Path:
+    """The directory `name`, or a hub repository: downloaded unless it is in the hub's cache.
+
+    Cache, progress bar, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are huggingface_hub's.
+    """
+    if name and len(name) < 1000 and Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", name):
+        raise UserError(f"{name[:200]!r}: no such directory, and not a hub id (org/name)")
+    from huggingface_hub import constants, errors, snapshot_download  # slow; needed only here
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except errors.GatedRepoError:
+        reason = "asks for its terms to be accepted on its page; then set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = "has no such model, or it is private and HF_TOKEN may not read it"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        reason = "does not answer, and nothing complete was downloaded before"
+        if constants.HF_HUB_OFFLINE:
+            reason = "is not asked (HF_HUB_OFFLINE), and nothing complete was downloaded before"
+    except Exception as error:  # a proxy, a full disk, a file that changed on the way: many types
+        reason = f"says: {describe(error)}"
+    raise UserError(f"{name}: no such directory in {Path.cwd()}; the hub {reason}")
+
+
+def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the shards in its index, straight to `device`."""
+    tensors = {}
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as shard:
+                for name in shard.keys():
+                    tensors[name] = shard.get_tensor(name).to(dtype)
+        except FileNotFoundError:
+            hint = "to start without weights: train.py --from-scratch"
+            raise UserError(f"{path}: no such file ({hint})") from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: damaged ({describe(error)})") from None
+        except RuntimeError as error:  # out of memory, on a CPU or a GPU
+            size = sum(path.stat().st_size for path in weight_files(directory)) / 2**30
+            message = f"{directory}: {size:.1f} GiB of weights do not fit: {describe(error)}"
+            raise UserError(message) from None
+    return tensors
+
+
+def weight_files(directory: Path) -> list[Path]:
+    whole = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        return [whole]
+    names = dict(read_json(index).get("weight_map") or {}).values()
+    return sorted({directory / str(name) for name in names})
+
+
+def check_shapes(directory: Path, expected: Mapping, found: Mapping) -> None:
+    """Raise UserError if tensors `found` are not those `expected`, by name and shape."""
+    for name in sorted(expected.keys() | found.keys()):
+        want = tuple(expected[name].shape) if name in expected else "no such tensor"
+        got = tuple(found[name].shape) if name in found else "none"
+        if want != got:
+            raise UserError(f"{directory}: tensor {name}: expected {want}, found {got}")
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+@contextlib.contextmanager
+def all_or_nothing(directory: Path) -> Iterator[Path]:
+    """A new folder to write files into; when all are written, they move to `directory` together.
+
+    Whatever fails before, a full disk or a kill, leaves the old files as they were.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=directory, suffix=".tmp"))
+    except OSError as error:
+        raise UserError(f"{directory}: nothing can be saved there ({describe(error)})") from None
+    try:
+        yield folder
+        for path in folder.iterdir():
+            flush_to_disk(path)
+        for path in sorted(folder.iterdir()):
+            os.replace(path, directory / path.name)
+    except (OSError, SafetensorError) as error:
+        message = f"{directory}: not saved ({describe(error)}); what was there before is intact"
+        raise UserError(message) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+
+
+def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path; when it returns, that file takes the place of `path`."""
+    with all_or_nothing(path.parent) as folder:
+        write(folder / path.name)
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def save(
+    directory: Path,
+    config: dict,
+    chat,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a directory that `load` and transformers read, and any server of such models.
+
+    config: the content of config.json; chat: a `Chat`; weights: a whole state_dict.
+    """
+    config = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    with all_or_nothing(directory) as folder:
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+        chat.save(folder)
+        tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in weights.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        # safetensors makes files that only their owner may read
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")

@@ -1,0 +1,58 @@
+"""A JSONL file of any size, in any order."""
+
+import json
+import zlib
+from array import array
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .errors import UserError, describe
+from .processes import leads
+
+
+class Rows:
+    """The rows of a JSONL file, found by byte offset: memory stays flat whatever its size."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offsets = array("Q")
+        self.checksum = 0  # of the whole file: an edited file is another file
+        try:
+            self.file = open(path, "rb")
+            self.file.seek(0)  # rows are read in any order, which a pipe cannot give
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"{path}: cannot be read ({reason})") from None
+        self._index()
+        if not self.offsets:
+            raise UserError(f"{path}: empty; expected one JSON object per line")
+
+    def _index(self) -> None:
+        offset = 0
+        lines = tqdm(self.file, desc=str(self.path), leave=False, delay=2, disable=not leads())
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                self._parse(line, str(number))
+                self.offsets.append(offset)
+            offset += len(line)
+            self.checksum = zlib.crc32(line, self.checksum)
+
+    def _parse(self, line: bytes, where: str) -> dict:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            hint = "is it compressed or parquet? unpack or convert it to JSONL"
+            message = f"{self.path}:{where}: not JSON ({describe(error)}; {hint})"
+            raise UserError(message) from None
+        if not isinstance(row, dict):
+            raise UserError(f"{self.path}:{where}: not a JSON object but {str(row)[:40]}")
+        return row
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, index: int) -> dict:
+        self.file.seek(self.offsets[index])
+        where = f"byte {self.offsets[index]}, changed since the start"
+        return self._parse(self.file.readline(), where)

@@ -1,0 +1,160 @@
+"""One process or several: torchrun, sharding with FSDP2, and errors that stop all of them."""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from .errors import UserError, first_line
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's number and how many torchrun started: (0, 1) without torchrun."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def leads() -> bool:
+    """Is this the process that prints and writes files?"""
+    return rank_and_size()[0] == 0
+
+
+def say(text: str) -> None:
+    """Print once, above the progress bar if there is one; a reader that went away stops nothing."""
+    if not leads():
+        return
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = open(os.devnull, "w")
+
+
+@contextlib.contextmanager
+def together(failure: str = "") -> Iterator[None]:
+    """An error in one process stops all of them: the others would wait for it forever.
+
+    failure: what to say of an error that is not a UserError; without it, such errors pass.
+    """
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        if not failure:
+            raise
+        message = f"{failure} ({first_line(error)})"
+    if dist.is_initialized():
+        messages = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, message)
+        message = next(filter(None, messages), None)
+    if message and not leads():
+        sys.exit(2)  # the first process says why
+    if message:
+        raise UserError(message)
+
+
+def join(device: torch.device) -> torch.device:
+    """Meet the other processes. Each has a GPU of its own, or all share the CPU."""
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"{torch.cuda.device_count()} GPUs: too few for so many processes")
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
+    return device
+
+
+def shard(model: nn.Module, dtype: torch.dtype) -> None:
+    """FSDP2: every process keeps a part of each weight, and gathers a layer when it is needed.
+
+    `in_chunks` is registered as one call that gathers the head. A call for each chunk would gather
+    more often in one process than in another, which would then wait forever.
+    """
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, "in_chunks")
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Keep no activations of the layers: the backward pass computes them again."""
+    for layer in model.model.layers:  # inside the layer's call, where FSDP's hooks are
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def arithmetic_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Compute in bfloat16 with weights in float32; under FSDP, `shard` has done it already."""
+    enabled = dtype == torch.bfloat16 and not dist.is_initialized()
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+def total(tensor: Tensor) -> Tensor:
+    """The sum over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def largest(number: int, device: torch.device) -> int:
+    """The largest of all processes' numbers."""
+    if not dist.is_initialized():
+        return number
+    tensor = torch.tensor(number, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return int(tensor)
+
+
+def wait_for_all() -> None:
+    """The process that hosts the meeting place of all must not end first."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def clip_gradients(model: nn.Module, most: float) -> float:
+    """Scale the gradients of all processes to a norm of at most `most`; the norm before that."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    if dist.is_initialized():
+        norm = norm.full_tensor()
+    return norm.item()
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB that torch had allocated on a GPU at most, or this process on a Linux CPU; else 0."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0.0
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
+
+
+def leave(status: int) -> None:
+    """End this process. Under torchrun at once: gloo's threads, still running, may abort it."""
+    if dist.is_torchelastic_launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

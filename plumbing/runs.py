@@ -1,0 +1,213 @@
+"""The directory of a training run: who may write it, its log and progress bar, and how it stops."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import weakref
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .checkpoints import Checkpoints, whole_weights
+from .data import reasons
+from .errors import UserError
+from .files import atomic_write, save
+from .jsonl import Rows
+from .processes import largest, leads, say, together
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock
+    fcntl = None
+
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+SHOWN = ("step", "noisy", "clean", "tokens_per_s")
+
+
+# Options that a resumed run may change: they say where and how, not what is computed.
+MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dtype"}
+MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
+
+
+def identity(args: argparse.Namespace, rows: Rows) -> dict[str, str]:
+    """The options and the data that identify a run."""
+    facts = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
+    for name, value in vars(args).items():
+        if name not in MAY_CHANGE:
+            facts["--" + name.replace("_", "-")] = str(value)
+    return facts
+
+
+class Run:
+    """OUT: the exported model, log.jsonl and checkpoints/. Only one process at a time writes it.
+
+    Life cycle: create it (conflicts are refused before anything is written), enter it, `log` every
+    step and `save` now and then. `found` is the progress to resume from, or None.
+    """
+
+    def __init__(self, out: Path, identity: dict[str, str], resume: bool, overwrite: bool):
+        """identity: see the function; a resumed run must have the same."""
+        self.out = out
+        self.identity = identity
+        self.checkpoints = Checkpoints(out / "checkpoints")
+        self.new_log = out / "log.jsonl.tmp"  # until this run has a checkpoint
+        self.unlock = None
+        self.step = 0
+        self.saved_step = 0
+        self.skipped: dict[str, int] = {}
+        refuse_unwritable(out)
+        if out.is_dir():
+            self._take_lock()
+        self.found = self._resumable(resume, overwrite)
+
+    def _take_lock(self) -> None:
+        if fcntl is None or not leads():
+            return
+        lock = os.open(self.out, os.O_RDONLY)
+        self.unlock = weakref.finalize(self, os.close, lock)  # at the latest, when this is deleted
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            message = f"--out {self.out}: another run is writing there; choose another"
+            raise UserError(message) from None
+
+    def _resumable(self, resume: bool, overwrite: bool) -> dict | None:
+        newest = self.checkpoints.newest()
+        if newest and resume:
+            for name, value in self.identity.items():
+                before = newest["run"].get(name)
+                if value != before:
+                    raise UserError(f"{name} {value}: the run in {self.out} has {before}")
+            return newest
+        if newest and not newest["finished"] and not overwrite:
+            what = "an unfinished run; --resume it, --overwrite it"
+            raise UserError(f"--out {self.out}: has {what}, or choose another")
+        if (newest or (self.out / "config.json").exists()) and not overwrite:
+            raise UserError(f"--out {self.out}: has a model; --overwrite it, or choose another")
+        if resume:
+            say(f"{self.out}: no checkpoint to resume from; starting from the beginning")
+        return None
+
+    def __enter__(self) -> "Run":
+        """Open log and progress bar, remove what a kill left, and catch signals.
+
+        What an overwritten run has stays until this one's first checkpoint is complete.
+        """
+        with together(f"--out {self.out}: cannot be written to"):
+            if leads():
+                self.out.mkdir(parents=True, exist_ok=True)
+                if self.unlock is None:
+                    self._take_lock()
+                self.checkpoints.remove_leftovers()
+                self.log_file = self._open_log()
+        self.bar = tqdm(total=100, bar_format=BAR, disable=None if leads() else True)
+        self.stop_signal = StopSignal()
+        return self
+
+    def _open_log(self):
+        log = self.out / "log.jsonl"
+        if not self.found:
+            self.checkpoints.replaced = self.checkpoints.paths()
+            return open(self.new_log if log.exists() else log, "w")
+        kept = []
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        try:
+            for line in lines:  # steps that no checkpoint holds are made and logged again
+                if line.endswith("\n") and json.loads(line)["step"] <= self.found["step"]:
+                    kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{log}: has a line that is not a step's; move it away") from None
+        atomic_write(log, lambda file: file.write_text("".join(kept)))
+        return open(log, "a")
+
+    def resume(self, model, optimizer) -> tuple[int, int, dict[str, int]]:
+        """Load the checkpoint that was found: its step, the rows consumed, the rows skipped."""
+        self.checkpoints.load(model, optimizer)
+        self.step = self.found["step"]
+        say(f"resumed at step {self.step}")
+        return self.step, self.found["consumed"], self.found["skipped"]
+
+    def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
+        """Add a line to log.jsonl and move the bar."""
+        self.step = record["step"]
+        self.skipped = skipped
+        if leads():
+            self.log_file.write(json.dumps(record) + "\n")
+            self.log_file.flush()
+        self.bar.set_postfix({name: record[name] for name in SHOWN if name in record})
+        self.bar.update(100 * min(1.0, share_done) - self.bar.n)
+        if "look_ahead" in record:
+            shares = "  ".join(f"{share:.3f}" for share in record["look_ahead"])
+            say(f"step {self.step}: right 1, 2, ... tokens ahead: {shares}")
+
+    def save(self, model, optimizer, consumed: int, finished: bool) -> None:
+        """A checkpoint of the step that was logged last."""
+        progress = {"step": self.step, "consumed": consumed, "skipped": self.skipped}
+        progress |= {"finished": finished, "run": self.identity}
+        self.checkpoints.save(model, optimizer, progress)
+        if leads() and self.new_log.exists():
+            os.replace(self.new_log, self.out / "log.jsonl")
+
+    def export(self, model, config: dict, chat) -> None:
+        """Write the whole model for its users: see `files.save`."""
+        weights = whole_weights(model)
+        with together():
+            if leads():
+                save(self.out, config, chat, weights)
+        self.saved_step = self.step
+
+    def stop_requested(self, device) -> int:
+        """The number of the signal that came to any of the processes, or 0."""
+        return largest(self.stop_signal.number, device)
+
+    def __exit__(self, *exception: object) -> None:
+        """Whatever ended the run, say what there is."""
+        self.stop_signal.restore()
+        self.bar.close()
+        if leads():
+            self.log_file.close()
+        if self.skipped:
+            say(f"skipped rows: {reasons(self.skipped)}")
+        what = f"the model of step {self.saved_step}" if self.saved_step else "no model yet"
+        say(f"{self.step} steps; {self.out} holds {what}")
+        if self.unlock:
+            self.unlock()
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Find out before the model is loaded."""
+    existing = out
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"--out {out}: cannot be written to ({existing} is a file)")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--out {out}: cannot be written to (no permission in {existing})")
+
+
+class StopSignal:
+    """Ctrl-C, SIGTERM and a hang-up: the first asks to stop after the step, the second is at once.
+
+    With several processes every one only asks, for torchrun itself sends two.
+    """
+
+    def __init__(self):
+        self.number = 0
+        self.former = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self.former[number] = signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.number = number
+        if "LOCAL_RANK" not in os.environ:
+            self.restore()
+        with contextlib.suppress(RuntimeError):  # the signal came in the middle of a print
+            say("stopping after this step")
+
+    def restore(self) -> None:
+        for number, handler in self.former.items():
+            signal.signal(number, handler)

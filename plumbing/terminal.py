@@ -1,0 +1,82 @@
+"""Text on a terminal: whole characters as they come, shading, and a line of statistics."""
+
+import sys
+import time
+from collections.abc import Iterable
+
+from .chat import Chat
+
+# Blue, the darker the more tokens one forward gave: colours of the 256-colour palette.
+SHADES = (255, 195, 153, 117, 111, 75)
+
+
+class TextStream:
+    """Tokens to text as they come, in whole characters: an emoji may take several tokens."""
+
+    def __init__(self, chat: Chat):
+        self.chat = chat
+        self.tokens: list[int] = []
+        self.num_shown = 0  # characters
+
+    def add(self, tokens: list[int]) -> str:
+        """The text that is certain now and was not before."""
+        self.tokens += tokens
+        text = self.chat.decode(self.tokens)
+        text = text.rstrip("\ufffd")  # the first bytes of a character decode to this
+        new = text[self.num_shown :]
+        self.num_shown = max(self.num_shown, len(text))
+        return new
+
+
+def shade(text: str, num_tokens: int) -> str:
+    """Black on blue for the text of one forward, readable whatever the terminal's colours are."""
+    blue = SHADES[min(num_tokens, len(SHADES)) - 1]
+    colour = f"\033[38;5;16;48;5;{blue}m"
+    words = text.lstrip()
+    gap = text[: len(text) - len(words)]  # unshaded, so that each forward's text stands apart
+    return gap + colour + words.replace("\n", f"\033[0m\n{colour}") + "\033[0m"
+
+
+def legend(most: int) -> str:
+    """What the shades mean, for up to `most` tokens per forward."""
+    keys = [shade(f"{count} ", count) for count in range(1, min(most, len(SHADES)) + 1)]
+    if most > len(SHADES):
+        keys.append("or more")
+    return " ".join(["tokens that came together:", *keys])
+
+
+def note(line: str) -> None:
+    """Print to standard error: standard output is for the model's text alone."""
+    print(line, file=sys.stderr)
+
+
+def statistics(num_tokens: int, num_forwards: int, seconds: float) -> str:
+    per_forward = num_tokens / max(1, num_forwards)
+    return f"{per_forward:.2f} tokens per forward, {num_tokens / seconds:.0f} tok/s"
+
+
+def print_answer(steps: Iterable[tuple], chat: Chat, shaded: bool) -> None:
+    """Print one answer as it comes, then its statistics, also after Ctrl-C.
+
+    steps: (answer, new tokens) of each forward, as a Decoder yields them.
+    """
+    text = TextStream(chat)
+    num_forwards = 0
+    most = 1
+    began = time.perf_counter()
+    try:
+        for _, tokens in steps:
+            num_forwards += 1
+            most = max(most, len(tokens))
+            piece = text.add(tokens)
+            if shaded:
+                piece = shade(piece, len(tokens))
+            print(piece, end="", flush=True)
+    finally:
+        if text.tokens:
+            print()
+            count = len(text.tokens)
+            figures = statistics(count, num_forwards, time.perf_counter() - began)
+            note(f"{count} tokens in {num_forwards} forwards: {figures}")
+        if text.tokens and shaded:
+            note(legend(most))

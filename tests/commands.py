@@ -1,0 +1,65 @@
+"""What the tests of commands share: calling one, and what bad input must give."""
+
+import contextlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+from plumbing import errors
+
+from common import ROOT
+
+PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
+PROMPT += "How many plums does Mia have now?"
+MARS = ("--model", ROOT / "toy/mars")  # by name, so that no note says that it is the bundled one
+
+
+class Done(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def command(name: str, *words: object) -> Done:
+    """`python NAME.py ...`, or `python -m NAME ...`, in this process."""
+    module = importlib.import_module(name)
+    status = 0
+    with (
+        mock.patch.object(sys, "argv", [name, *map(str, words)]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            errors.run(module.main)
+        except SystemExit as stop:
+            status = stop.code or 0
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def process(*words: object, before: str = "", redirect: str = "", **environment: str) -> Done:
+    """`python WORDS` as a process of its own, in the directory of the project.
+
+    before, redirect: what a shell is to add, such as "echo Hi |" and "| head -c 3".
+    """
+    script = f'{before} "$0" "$@" {redirect}'
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def is_refused(done: Done, message: str) -> bool:
+    """One clear line on standard error, nothing on standard output, exit status 2."""
+    assert message in done.err, done.err
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
+    assert done.out == ""
+    return done.status == 2

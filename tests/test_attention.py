@@ -1,0 +1,142 @@
+"""The faster drop-ins of plumbing/attention.py change nothing but the time."""
+
+import random
+import shutil
+
+from plumbing import attention
+
+import pytest
+import torch
+import torch._dynamo.testing
+from common import ROOT, cases, random_prompt, tiny_model, toy_prompts
+
+from decode import generate, naive
+from model import attend, load
+
+
+def random_attention(rng: random.Random, group: int, T: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and a mask of random shapes; every query sees something."""
+    R = rng.randint(1, 3)
+    num_kv_heads = rng.randint(1, 3)
+    head_dim = rng.choice([2, 4, 8])
+    S = T + rng.randint(0, 40)
+    generator = torch.Generator().manual_seed(rng.randrange(10**6))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q = normal(R, num_kv_heads * group, T, head_dim)
+    k = normal(R, num_kv_heads, S, head_dim)
+    v = normal(R, num_kv_heads, S, head_dim)
+    mask = torch.rand(R, 1, T, S, generator=generator) < rng.choice([0.1, 0.5, 0.9])
+    mask[..., 0] = True
+    return q, k, v, mask
+
+
+def by_the_formula(q, k, v, mask) -> torch.Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v, one query at a time."""
+    y = torch.empty_like(q)
+    group = q.size(1) // k.size(1)
+    for row in range(q.size(0)):
+        for head in range(q.size(1)):
+            keys = k[row, head // group]
+            values = v[row, head // group]
+            for t in range(q.size(2)):
+                seen = mask[row, 0, t]
+                scores = keys[seen] @ q[row, head, t] / q.size(-1) ** 0.5
+                y[row, head, t] = scores.softmax(0) @ values[seen]
+    return y
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+@pytest.mark.parametrize("group", [1, 2, 7])
+def test_attend_folded_is_attend_is_the_formula(monkeypatch, threads, group):
+    """On both sides of NARROW; one thread folds the heads, of 64 threads some would be idle."""
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    heads = []
+
+    def counted(q, *others, **options):
+        heads.append(q.size(1))
+        return kernel(q, *others, **options)
+
+    for seed in cases(6, 60):
+        rng = random.Random(seed)
+        for T in (1, rng.randint(2, 12), attention.NARROW, attention.NARROW + 1):
+            q, k, v, mask = random_attention(rng, group, T)
+            expected = attend(q, k, v, mask)
+            if T <= 12:
+                assert torch.allclose(expected, by_the_formula(q, k, v, mask), rtol=0, atol=1e-12)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+                found = attention.attend_folded(q, k, v, mask, num_threads=threads)
+            assert found.shape == q.shape
+            assert torch.allclose(found, expected, rtol=0, atol=1e-12), (seed, T)
+            is_folded = threads == 1 and group > 1 and T <= attention.NARROW
+            assert heads.pop() == (k.size(1) if is_folded else q.size(1))
+
+
+@pytest.mark.parametrize("narrow", [0, 3, 96])
+def test_folded_heads_decode_the_same_tokens(monkeypatch, narrow):
+    """In no forward, in those of few positions, in nearly all; one thread, so that none idles."""
+    monkeypatch.setattr(attention, "NARROW", narrow)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    num_with_groups = 0
+    for seed in cases(4, 40):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        if model.config.num_attention_heads > model.config.num_key_value_heads:
+            num_with_groups += 1
+        prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(3)]
+        options = {"tau": 0.3, "block": rng.randint(1, 4), "max_new": 12}
+        for answer, prompt in zip(generate(model, prompts, rows=2, **options), prompts):
+            assert answer.tokens == naive(model, prompt, **options).tokens
+    assert num_with_groups
+
+
+def test_compiled_is_eager(monkeypatch):
+    """Static shapes change nothing that counts, and are few: two widths, one span."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def traced(model):
+        return torch.compile(model.forward, dynamic=False, backend=counter)
+
+    monkeypatch.setattr(attention, "compile_forward", traced)
+    for seed in cases(2, 10):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        block = rng.randint(1, 4)
+        prompts = [random_prompt(rng, rng.randint(1, 40)) for _ in range(5)]
+        options = {"block": block, "max_new": 30, "tau": [0.2, 1.0, 0.3, 0.2, 1.0]}
+        for way in ({}, {"verify": True}, {"block_cache": 6}):
+            eager = generate(model, prompts, rows=2, **options, **way)
+            static = generate(model, prompts, rows=2, **options, **way, compile=True)
+            assert [a.tokens for a in static] == [a.tokens for a in eager]
+            assert [a.accepted for a in static] == [a.accepted for a in eager]
+        assert max(tokens for a in eager for tokens in a.accepted) > 1
+    assert 0 < counter.frame_count <= 6 * len(cases(2, 10))
+
+
+def test_inductor_decodes_a_problem():
+    """The real compiler, once: it needs a C++ compiler on a CPU."""
+    if not (shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler")
+    torch._dynamo.reset()
+    model, chat = load(str(ROOT / "toy/mars"), dtype=torch.float64)
+    prompt = toy_prompts(chat)[0]
+    [eager] = generate(model, [prompt], tau=0.8)
+    [static] = generate(model, [prompt], tau=0.8, compile=True)
+    assert static.tokens == eager.tokens and static.accepted == eager.accepted
+
+
+def test_a_model_in_training_keeps_its_layout():
+    """Decoding stores weights by columns where that is faster; AdamW pairs weights and moments by
+    their place in memory, so in the middle of training it would mix them up."""
+    model = tiny_model(random.Random(3)).float()
+    strides = [weight.stride() for weight in model.parameters()]
+    [before] = generate(model, [[2, 3]], tau=0.2, max_new=9)
+    assert [weight.stride() for weight in model.parameters()] == strides
+    values = [weight.clone() for weight in model.requires_grad_(False).parameters()]
+    [after] = generate(model, [[2, 3]], tau=0.2, max_new=9)
+    assert [weight.stride() for weight in model.parameters()] != strides
+    assert all(map(torch.equal, model.parameters(), values)) and before.tokens == after.tokens

@@ -1,0 +1,288 @@
+"""The benchmarks: the columns that do not depend on the machine, and one line for bad input."""
+
+import json
+import os
+
+import pytest
+from commands import command, is_refused
+from common import ROOT
+
+from bench import common, quality, serving, training_cost
+from decode import Options
+from model import load
+
+TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
+
+
+def tables(out: str) -> list[dict[str, list[str]]]:
+    """Every table of the output: its rows by the first cell, head and ruler left out."""
+    found = []
+    for block in out.split("\n\n"):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        table = {}
+        for row in rows[2:]:
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            table[cells[0]] = cells[1:]
+        if table:
+            found.append(table)
+    return found
+
+
+def number(cell: str) -> float:
+    """Of "2.52 (2.41 to 2.63)" the first."""
+    return float(cell.split()[0].strip("%"))
+
+
+# ------------------------------------------------------------------------------- what they share
+
+
+def test_a_table_is_aligned():
+    lines = common.table(["name", "x"], [["a", "1.00"], ["longer", "10.00"]]).splitlines()
+    assert lines == [
+        "| name   |     x |",
+        "|:-------|------:|",
+        "| a      |  1.00 |",
+        "| longer | 10.00 |",
+    ]
+
+
+def test_all_ways_run_in_turn():
+    log = []
+    ways = {name: lambda name=name: log.append(name) or name for name in ("a", "b")}
+    results, seconds = common.in_turn(ways, 3, load(str(ROOT / "toy/mars"))[0].device)
+    assert log == ["a", "b"] * 3 and results == {"a": "a", "b": "b"}
+    assert all(len(times) == 3 for times in seconds.values())
+
+
+def test_the_last_number_of_a_text():
+    assert common.last_number("1,080 plums, then 3. The answer is -12.5.") == "-12.5"
+    assert common.last_number("1,080 plums") == "1080"
+    assert common.last_number("none") is None
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"prompt": "a", "response": "b"}, "row 1 lacks prompt or answer"),
+        ({"prompt": 1, "answer": "1"}, "row 1 lacks prompt or answer"),
+        ({"prompt": "a", "answer": "many"}, "row 1: the answer is not a number: many"),
+        ({"prompt": "a", "answer": None}, "row 1: the answer is not a number: None"),
+    ],
+)
+def test_rows_without_a_number_are_refused(tmp_path, row, message):
+    """They were counted as wrong answers: a silent 0.0 %."""
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    assert is_refused(command("bench.quality", "--data", tmp_path / "data.jsonl"), message)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("picture.xyz", "must end with .png, .pdf or .svg"),
+        ("picture", "must end with .png, .pdf or .svg"),
+        ("nowhere/picture.png", "there is no directory nowhere"),
+    ],
+)
+def test_a_plot_that_cannot_be_written(monkeypatch, name, message):
+    """It was found out after all the work."""
+    monkeypatch.setattr(serving, "load", lambda *_: pytest.fail("work was done"))
+    assert is_refused(command("bench.serving", "--plot", name), message)
+
+
+@pytest.mark.parametrize(
+    "module, words, message",
+    [
+        ("quality", ("--limit", 0), "--limit: must be at least 1, not 0"),
+        ("quality", ("--rows", 0), "--rows: must be at least 1, not 0"),
+        ("quality", ("--tau", 1, 3), "tau 3.0: must be between 0 and 1"),
+        (
+            "quality",
+            ("--verify", "--block-cache", 4),
+            "verify cannot be combined with block_cache",
+        ),
+        ("quality", ("--data", "nowhere.jsonl"), "nowhere.jsonl: "),
+        ("serving", ("--calm", 0), "--calm: must be at least 0.001, not 0"),
+        ("serving", ("--limit", 3), "--waves 2: needs at least 4 problems"),
+        ("speed", (), "choose --table5, --lossless, --transformers, --widths or --long"),
+        ("speed", ("--table5", "--rounds", 0), "--rounds: must be at least 1, not 0"),
+        ("speed", ("--long", 10), "--long: must be at least 100, not 10"),
+        (
+            "speed",
+            ("--table5", "--shape", "0.5B"),
+            "--table5 and --lossless need a trained model",
+        ),
+        ("training_cost", ("--shares", 2), "--shares: must be below 0.91, not 2"),
+        ("training_cost", ("--rows", 1), "--rows: must be at least 1000, not 1"),
+    ],
+)
+def test_bad_options(module, words, message):
+    assert is_refused(command(f"bench.{module}", *words), message)
+
+
+@pytest.mark.parametrize("module", ["quality", "serving", "speed", "training_cost"])
+def test_help(module):
+    status, out, _ = command(f"bench.{module}", "--help")
+    assert status == 0 and "--model" in out and "default: " in out
+    assert os.environ.get("HOME", "?") not in out
+
+
+# ------------------------------------------------------------------------------------- quality
+
+
+def test_the_table_over_tau():
+    status, out, _ = command("bench.quality", *TOY, "--limit", 12, "--tau", 1, 0.9)
+    [table] = tables(out)
+    accuracy, per_forward, positions, same, ties, different = table["1"]
+    assert status == 0 and number(accuracy) > 80
+    assert (per_forward, positions) == ("1.00", "1.0")
+    assert (same, ties, different) == ("12", "0", "0")
+    assert float(table["0.9"][1]) > 2
+
+
+def test_one_token_decoding_in_blocks_is_measured_as_such():
+    _, out, _ = command("bench.quality", *TOY, "--limit", 3, "--tau", 1, "--block-cache", 8)
+    [table] = tables(out)
+    assert table["1"][1] == "1.00" and float(table["1"][2]) > 1
+
+
+def test_verified_answers_are_those_of_tau_1():
+    status, out, _ = command("bench.quality", *TOY, "--verify", "--limit", 12, "--tau", 0)
+    assert status == 0 and tables(out)[0]["0"][2:] == ["25.0", "12", "0", "0"]
+
+
+@pytest.mark.parametrize(
+    "dtype, tie, status, counts",
+    [
+        ("float32", quality.TIE, 1, ["2", "0", "1"]),
+        ("bfloat16", quality.TIE, 0, ["2", "0", "1"]),
+        ("float32", 100.0, 0, ["2", "1", "0"]),
+    ],
+)
+def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, counts):
+    """It fails the command, unless it parted at a tie or bfloat16 may be the reason."""
+    right = quality.generate
+
+    def wrong(model, prompts, verify=False, **options):
+        answers = right(model, prompts, verify=verify, **options)
+        if verify:
+            answers[0].tokens[3] += 1
+            answers[0].ids[-len(answers[0].tokens) + 3] += 1
+        return answers
+
+    monkeypatch.setattr(quality, "generate", wrong)
+    monkeypatch.setattr(quality, "TIE", tie)
+    words = ("--verify", "--limit", 3, "--tau", 0, "--dtype", dtype)
+    found, out, _ = command("bench.quality", *TOY, *words)
+    assert found == status and tables(out)[0]["0"][3:] == counts
+    assert "Where answers parted, the two best logits were at most" in out
+
+
+# ------------------------------------------------------------------------------------- serving
+
+
+def test_the_waiting_time_of_a_single_queue():
+    """One row, one token at a time: start when the last one ended, but not before arriving."""
+    model, chat = load(str(ROOT / "toy/mars"))
+    problems = common.read_problems(ROOT / "toy/test.jsonl", 8)
+    coming = serving.arrivals(8, calm=60, burst=5, waves=2)
+    prompts = common.encode(chat, problems)
+    done = serving.replay(model, prompts, coming, Options(tau=1.0), rows=1)
+    free = 0.0
+    for answer, waited, arrival in zip(done.answers, done.waits, coming):
+        start = max(free, arrival.time)
+        free = start + len(answer.tokens)
+        assert waited == pytest.approx(start + 1 - arrival.time)
+    assert done.moments[-1].time == pytest.approx(free) and max(done.waits) > 40
+
+
+def test_the_table_of_waves(tmp_path):
+    """What the knob is for: less waiting than a fixed 0.95, more right than a fixed 0.5."""
+    pytest.importorskip("matplotlib", reason="the plot needs bench/requirements.txt")
+    options = ("--limit", 60, "--waves", 1, "--burst", 1, "--plot", tmp_path / "queue.png")
+    status, out, _ = command("bench.serving", *TOY, *options)
+    [table] = tables(out)
+    waits = {name: float(cells[2]) for name, cells in table.items()}
+    assert status == 0 and (tmp_path / "queue.png").stat().st_size > 10_000
+    assert waits["1"] > waits["0.95"] > waits["0.95 to 0.5"] >= waits["0.5"]
+
+
+# ---------------------------------------------------------------------------------------- speed
+
+
+def test_the_table_of_caches():
+    options = ("--limit", 6, "--rows", 1, 4, "--rounds", 1, "--max-new", 24)
+    status, out, _ = command("bench.speed", *TOY, "--table5", *options)
+    found = tables(out)
+    assert status == 0 and [len(table) for table in found] == [10, 10]
+    for table in found:
+        per_forward = {name: number(cells[2]) for name, cells in table.items()}
+        assert number(table["AR"][1]) == per_forward["AR"] == 1
+        cursor = per_forward["MARS, cursor"]
+        assert cursor == per_forward["MARS, B_cache 256"] == per_forward["MARS, no cache"] > 2
+        assert per_forward["MARS, B_cache 4"] < cursor
+        assert number(table["MARS, no cache"][3]) > 40  # positions: the whole text
+
+
+def test_the_table_of_lossless_speeds():
+    options = ("--limit", 4, "--rows", 1, "--rounds", 1)
+    status, out, _ = command("bench.speed", *TOY, "--lossless", *options)
+    [table] = tables(out)
+    per_forward = {name: number(cells[2]) for name, cells in table.items()}
+    positions = {name: number(cells[3]) for name, cells in table.items()}
+    assert status == 0 and per_forward["AR"] == positions["AR"] == 1
+    assert per_forward["verify, tau 0"] > per_forward["tau 0.95"] > 2
+    assert positions["verify, tau 0"] == 25 > positions["verify, tau 0.9"]
+    for name, cells in table.items():
+        if name.startswith("verify"):
+            assert cells[6] == "100.0%", "the text of AR"
+
+
+def test_next_to_transformers(monkeypatch):
+    """transformers' own model around our tensors says the same."""
+    pytest.importorskip("transformers", reason="pip install -r bench/requirements.txt")
+    words = ("--limit", 3, "--rounds", 1, "--rows", 1, 3, "--max-new", 12, "--device", "cpu")
+    status, out, err = command("bench.speed", *TOY, "--transformers", *words)
+    assert status == 0, err
+    alone, batch = tables(out)
+    assert alone.keys() - batch.keys() == {"prompt lookup"} and len(batch) == 4
+    for cells in [*alone.values(), *batch.values()]:
+        assert number(cells[0]) > 0 and number(cells[5]) > 0
+        assert cells[6] == "100.0%", "the text of transformers"
+    monkeypatch.setitem(common.SHAPES, "0.5B", (64, 128, 2, 4, 2, 640, True))
+    status, out, err = command("bench.speed", *TOY, "--transformers", "--shape", "0.5B", *words)
+    assert status == 0, err
+    assert [list(table) for table in tables(out)] == [
+        ["transformers", "prompt lookup", "ours, AR"],
+        ["transformers", "ours, AR"],
+    ]
+
+
+def test_the_table_of_widths():
+    status, out, _ = command("bench.speed", *TOY, "--widths", "--rounds", 1)
+    [table] = tables(out)
+    assert status == 0 and list(table) == ["1", "5", "9", "25"]
+    assert table["1"][1] == "1.00 (1.00 to 1.00)" and table["1"][2].endswith("%")
+
+
+def test_one_long_answer():
+    """In one row: once it was measured among seven empty ones, in a cache eight times as large."""
+    status, out, _ = command("bench.speed", *TOY, "--long", 300)
+    assert "cache 0.4 MiB" in out  # 2 x 5 layers x 310 positions x 32 x 4 bytes
+    [table] = tables(out)
+    assert status == 0 and len(table) == 8 and list(table)[-1] == "300"
+
+
+# -------------------------------------------------------------------------------- training cost
+
+
+def test_the_tables_of_training_cost(monkeypatch):
+    """A process of its own for every peak would take too long here."""
+    monkeypatch.setattr(training_cost, "alone", lambda function, *args: function(*args))
+    words = ("--batch", 2, "--length", 32, "--rounds", 1, "--shares", 0.5, "--device", "cpu")
+    status, out, _ = command("bench.training_cost", *words)
+    [table] = tables(out)
+    assert status == 0 and list(table) == list(training_cost.FORMS)
+    assert number(table["AR SFT"][2]) == 1
+    assert all(number(cells[1]) > 0 and number(cells[2]) > 0 for cells in table.values())
+    status, out, _ = command("bench.training_cost", "--rows", 1000)
+    assert status == 0 and out.startswith("1000 rows") and "MiB of memory" in out

@@ -1,0 +1,109 @@
+"""What the pages say is true: their commands are understood, their links lead somewhere."""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import sys
+
+from plumbing.errors import UserError
+
+import pytest
+from commands import command
+from common import ROOT
+
+PAGES = sorted([ROOT / "README.md", ROOT / "toy/README.md", *ROOT.glob("docs/*.md")])
+PROGRAMS = ["decode.py", "train.py", "toy/make.py"]
+SOURCES = [ROOT / name for name in PROGRAMS]
+for folder in ("apps", "bench", "bench/paper"):
+    SOURCES += sorted((ROOT / folder).glob("*.py"))
+
+
+def commands() -> list[str]:
+    """`train.py --data ...` or `-m apps.chat ...`, as pages and docstrings have them."""
+    found = {}
+    for path in PAGES + SOURCES:
+        text = path.read_text()
+        if path.suffix == ".py":
+            text = ast.get_docstring(ast.parse(text)) or ""
+        text = text.replace("\\\n", " ")  # a long command on two lines
+        for line in re.findall(r"(?:python|torchrun) [^`\n|>&#]*", text):
+            start = re.search(r"[\w/]+\.py\b|-m (apps|bench)\b", line)
+            if start:
+                words = line[start.start() :].rstrip(" ,;:)")
+                found[words.removesuffix(" ...")] = None
+    return list(found)
+
+
+class Understood(BaseException):
+    """The command's options were parsed; the rest of it need not run."""
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_are_understood(words, monkeypatch, capsys):
+    """Every option exists and takes the value that it is given."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, *words, **options):
+        parse(self, *words, **options)
+        raise Understood
+
+    name, *options = shlex.split(words.removeprefix("-m "))
+    name = name.removesuffix(".py").replace("/", ".")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    try:
+        module = importlib.import_module(name)
+        if not hasattr(module, "main"):  # a package
+            module = importlib.import_module(f"{name}.__main__")
+        module.main()
+    except Understood:
+        return
+    except UserError as error:
+        pytest.fail(str(error))
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"needs bench/requirements.txt: {error}")
+    pytest.fail("it has not asked for its options")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    """To a file, and in a page to one of its headings."""
+    for link in re.findall(r"\]\(((?!https?:)[^)\s]+)\)", page.read_text()):
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+            assert heading in [anchor.replace(" ", "-") for anchor in anchors], link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_code_runs(page, monkeypatch, capsys):
+    """And what it prints is in the page, word for word."""
+    text = page.read_text()
+    monkeypatch.chdir(ROOT)
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, {})
+        assert capsys.readouterr().out in text
+
+
+def test_the_commands_of_the_project_are_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for words in ("python decode.py", "python train.py", "python -m apps.chat"):
+        assert words in readme
+    assert "python -m apps.batch" in readme and "python -m pytest" in readme
+
+
+@pytest.mark.parametrize("name", ["decode", "train", "apps.chat", "apps.batch"])
+def test_help_names_every_option(name):
+    """With its default, and without the name of the machine's user."""
+    done = command(name, "--help")
+    assert done.status == 0 and done.err == ""
+    text = " ".join(done.out.split())
+    assert "--model" in text and "(default: " in text and str(ROOT) not in text

@@ -1,0 +1,90 @@
+"""The cache: its mask is the mask rule, its arithmetic, and what does not fit."""
+
+import random
+
+import pytest
+import torch
+from common import MASK, cases, random_prompt, tiny_model
+
+from decode import Answer, Options
+from kv_cache import KVCache
+from model import visible
+
+
+def test_the_mask_of_the_loop_is_the_mask_rule():
+    """`visible` in terms of slots: [committed | real, guesses | windows | padding | left over]."""
+    for seed in cases(25, 200):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        options = Options(verify=True, block=rng.randint(1, 5), tau=0.3)
+        cache = KVCache(model.config, 2, 200, "cpu", torch.float64)
+        cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # the longer decides on the span
+        feeds = []
+        for length in cache.lengths:
+            answer = Answer(random_prompt(rng, length + rng.randint(1, 5)), model, options)
+            answer.guesses = random_prompt(rng, rng.randint(0, options.block))
+            feeds.append(answer.feed(length, MASK))
+        width = max(map(len, feeds))
+        padding = (MASK, 0, 1)
+        padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
+        _, pos, prefix = torch.tensor(padded).unbind(-1)
+        cache.reserve(width)
+        mask = cache.mask(pos, prefix)
+        assert mask.shape == (2, 1, width, cache.span) and mask.dtype == torch.bool
+        for row, (length, feed) in enumerate(zip(cache.lengths, feeds)):
+            fed_pos = pos[row, : len(feed)]
+            fed_prefix = prefix[row, : len(feed)]
+            cached = torch.arange(length)
+            k_pos = torch.cat([cached, fed_pos])
+            k_prefix = torch.cat([cached + 1, fed_prefix])
+            expected = visible(fed_pos[:, None], fed_prefix[:, None], 0, k_pos, k_prefix, 0)
+            end = length + len(feed)
+            assert torch.equal(mask[row, 0, : len(feed), :end], expected)
+            assert not mask[row, 0, : len(feed), end:].any()
+            assert mask[row].any(-1).all()  # padding, too, sees something: no NaN
+
+
+def test_the_cache_refuses_what_does_not_fit():
+    """Before anything is written; only real positions count, and rewinding gives them back."""
+    model = tiny_model(random.Random(0))
+    cache = KVCache(model.config, 2, 10, "cpu", torch.float64)
+    cache.reserve(8)
+    cache.commit([8, 3])
+    with pytest.raises(ValueError, match="8 \\+ 3 positions exceed the capacity of 10"):
+        cache.reserve(3)
+    assert cache.lengths == [8, 3]
+    cache.rewind(0, 2)
+    assert cache.reserve(3).tolist() == [[2, 3, 4], [3, 4, 5]]
+    with pytest.raises(ValueError, match="row 0 holds 2 positions, not 5"):
+        cache.rewind(0, 5)
+
+
+def test_the_drawing_by_hand():
+    """The docstring's two rows: writing after each row's length, then commit([2, 1])."""
+    config = tiny_model(random.Random(0)).config
+    cache = KVCache(config, 2, 64, "cpu", torch.float64)
+    cache.lengths = [4, 6]
+    assert cache.reserve(5).tolist() == [[4, 5, 6, 7, 8], [6, 7, 8, 9, 10]]
+    new = torch.arange(1.0, 6.0).double()[:, None]  # position i is filled with i + 1
+    new = new.expand(2, config.num_key_value_heads, 5, config.head_dim)
+    keys, values = cache.write(0, new, -new)
+    assert keys[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] + [0] * 55
+    assert values[1, -1, :, -1].tolist() == [0] * 6 + [-1, -2, -3, -4, -5] + [0] * 53
+    cache.commit([2, 1])
+    assert cache.lengths == [6, 7]
+    cache.reserve(2, slice(1, 2))  # one row alone: the other keeps everything
+    cache.write(0, new[:1, :, :2] + 10, new[:1, :, :2])
+    assert keys[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] + [0] * 55
+    assert keys[1, 0, :, 0].tolist() == [0] * 6 + [1, 11, 12, 4, 5] + [0] * 53
+
+
+def test_the_span_is_the_longest_row_rounded_up():
+    """Few shapes for the kernels; a row that is not reserved does not count."""
+    config = tiny_model(random.Random(0)).config
+    cache = KVCache(config, 3, 300, "cpu", torch.float64)
+    cache.lengths = [60, 290, 10]
+    spans = {}
+    for rows in (slice(0, 1), slice(2, 3), slice(None)):
+        cache.reserve(5, rows)
+        spans[rows.start] = cache.span
+    assert spans == {0: 128, 2: 64, None: 300}

@@ -1,0 +1,196 @@
+"""What the tests of training share: examples, the paper's loss, and ways to call train.py."""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from plumbing.data import Example, Step
+from plumbing.jsonl import Rows
+
+import torch
+import torch.nn.functional as F
+from commands import Done, command
+from common import ROOT, random_prompt
+
+import train
+from model import Qwen2
+from train import batches, losses
+
+# ------------------------------------------------------------------------------ examples and data
+
+
+def random_example(rng: random.Random, block: int) -> Example:
+    """Prompts and responses at multiples of the block, next to them, and anywhere."""
+    lengths = []
+    for _ in range(2):
+        near = rng.choice([block, 2 * block, 4 * block])
+        lengths.append(max(1, near + rng.choice([-1, 0, 1, rng.randint(0, 9)])))
+    prompt, response = lengths
+    return Example(random_prompt(rng, prompt + response), prompt, phase=rng.randrange(block))
+
+
+def write(path: Path, rows: list[dict]) -> Rows:
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), "utf-8")
+    return Rows(path)
+
+
+class FixedData:
+    """A Dataset of examples that are all in every step."""
+
+    def __init__(self, examples: list[Example]):
+        self.training = examples
+        self.held_out: list[Example] = []
+        self.skipped: dict[str, int] = {}
+
+    def steps(self, batch: int, start_at: int = 0) -> Iterator[Step]:
+        consumed = start_at
+        while True:
+            consumed += len(self.training)
+            yield Step(self.training, consumed, {})
+
+
+class NoRun(contextlib.nullcontext):
+    """A Run that writes nothing and keeps what is logged."""
+
+    found = None
+
+    def __init__(self):
+        super().__init__()
+        self.records: list[dict] = []
+
+    def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
+        self.records.append(record)
+
+    def stop_requested(self, device: torch.device) -> int:
+        return 0
+
+    def save(self, *_: object, **__: object) -> None: ...
+
+    def export(self, *_: object) -> None: ...
+
+
+# ---------------------------------------------------------------------------- the paper's loss
+
+
+def two_stream_logits(model: Qwen2, example: Example, block: int) -> list[torch.Tensor]:
+    """Of the noisy stream and the clean one, for every token of the response.
+
+    The paper's form, plainly: [clean L ; noisy L], a mask from loops over its three rules.
+    """
+    x = example.tokens
+    length = len(x)
+    mask_id = model.config.mask_token_id
+    noisy = x[: example.prompt] + [mask_id] * example.targets
+    see = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
+    for p in range(length):
+        for k in range(length):
+            same_block = (p + example.phase) // block == (k + example.phase) // block
+            see[p, k] = k <= p
+            see[length + p, length + k] = same_block and k <= p
+            see[length + p, k] = not same_block and k < p
+    positions = torch.arange(length).repeat(2)[None]
+    hidden = model(torch.tensor([x + noisy]), positions, see[None, None])[0]
+    at = torch.arange(example.prompt - 1, length - 1)
+    return [model.logits(hidden[at + offset]) for offset in (length, 0)]
+
+
+def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Tensor]:
+    targets = torch.tensor(example.tokens[example.prompt :])
+    both = two_stream_logits(model, example, block)
+    return [F.cross_entropy(logits, targets, reduction="sum") for logits in both]
+
+
+def gradient(loss: torch.Tensor, model: Qwen2) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def whole_step(
+    model: Qwen2, examples: list[Example], args: argparse.Namespace, worlds=1, longest=0
+) -> torch.Tensor:
+    """Both losses and the gradient of a step, summed over the forwards of all processes."""
+    model.zero_grad()
+    sums = torch.zeros(2).double()
+    for rank in range(worlds):
+        for batch in batches(examples, model.config, args, rank, worlds, longest):
+            noisy, clean = losses(model, batch, args.distill)
+            (noisy + args.ar_weight * clean).backward()
+            sums += torch.stack([noisy, clean]).detach()
+    return torch.cat([sums, *(weight.grad.flatten() for weight in model.parameters())])
+
+
+# ------------------------------------------------------------------------------------ the command
+
+DRAFT = ("--model", ROOT / "toy/draft", "--max-length", 64, "--batch", 2, "--held-out", 0)
+
+
+def arguments(*words: object) -> argparse.Namespace:
+    """What train.py makes of these options; --data is only named."""
+    return train.parse_arguments(["--data", "x", *map(str, words)])
+
+
+def run_train(*words: object) -> Done:
+    """`python train.py ...` in this process."""
+    return command("train", *words)
+
+
+def start(*words: object, launcher=(sys.executable,), script=("train.py",), **options):
+    """`python train.py ...` as a process of its own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [*launcher, *script, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        **(pipes | options),
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Its standard output; it must end well."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err and "terminate called" not in err
+    return out
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen) -> None:
+    began = time.monotonic()
+    while process.poll() is None and not condition():
+        assert time.monotonic() - began < 120
+        time.sleep(0.001)
+
+
+def plums(path: Path) -> Path:
+    """A data file of five different rows: too few to hold any out."""
+    rows = [{"prompt": "?", "response": f"12 plums and {i}"} for i in range(5)]
+    return write(path, rows).path
+
+
+def log(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def num_logged(out: Path) -> int:
+    path = out / "log.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def checkpoints(out: Path) -> list[str]:
+    """What is in checkpoints/, complete or not."""
+    return [path.name for path in sorted((out / "checkpoints").glob("*"))]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file in a directory and all below."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
