@@ -196,14 +196,14 @@ def propose(logits: Tensor, batch: list[Answer | None], options: Options) -> tup
     is the best token at any temperature.
     """
     candidates = logits.argmax(-1) if options.verify else choose(logits, batch, options)
-    num_masks = torch.tensor([answer.num_masks if answer else 0 for answer in batch])
-    if num_masks.max() == 0:  # the first candidate is always accepted
+    if candidates.size(1) == 1:  # the first candidate always passes
         return candidates, torch.ones_like(candidates[:, 0])
+    limits = [(answer.tau, 1 + answer.num_masks) if answer else (0.0, 1) for answer in batch]
+    tau, most = torch.tensor(limits, device=logits.device, dtype=logits.dtype).unbind(-1)  # (R,)
     probs = logits.softmax(-1)
-    tau = torch.tensor([answer.tau if answer else 0.0 for answer in batch]).to(probs)
     confidence = confidences(probs, candidates, options.metric)
     counts = accepted_lengths(confidence, tau, options.metric)
-    return candidates, counts.minimum(1 + num_masks.to(counts))
+    return candidates, counts.minimum(most.long())
 
 
 def logits_at(model: Qwen2, hidden: Tensor, columns: Tensor) -> Tensor:
@@ -305,7 +305,8 @@ class Decoder(Rows):
         padding = (mask_id, 0, 1)  # sees slot 0: a softmax over nothing would be NaN
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
         tokens, pos, prefix = torch.tensor(padded, device=self.model.device).unbind(-1)  # (R, T)
-        last = torch.tensor(num_real, device=tokens.device)[:, None].sub(1).clamp(min=0)
+        last = torch.tensor(num_real, device=tokens.device)[:, None] - 1
+        last = last.clamp(min=0)  # an idle row has no real token
         with attention.fast_for_one(self.model, tokens):
             self.cache.reserve(width, where)
             mask = self.cache.mask(pos, prefix)
@@ -317,7 +318,10 @@ class Decoder(Rows):
         # The rest is scratch: masks, guesses that fail, the open block's tokens.
         counts = []
         for answer, real, decision in zip(batch, num_real, decisions):
-            counts.append(real - answer.in_open_block + decision.num_held if answer else 0)
+            if answer is None:
+                counts.append(0)
+            else:
+                counts.append(real - answer.in_open_block + decision.num_held)
         self.cache.commit(counts)
         news = []
         for answer, decision in zip(batch, decisions):
@@ -353,8 +357,9 @@ class Decoder(Rows):
         rows = torch.cat([held, counts[:, None], ar_tokens, candidates], dim=1).tolist()
         decisions = []
         for num_held, num_passed, *tokens in rows:
-            accepted = tokens[:num_ar][: num_held + 1]
-            new_guesses = tokens[num_ar:][1:num_passed]  # the first is AR's token, accepted already
+            ar_row, candidate_row = tokens[:num_ar], tokens[num_ar:]
+            accepted = ar_row[: num_held + 1]
+            new_guesses = candidate_row[1:num_passed]  # the first is AR's token, just accepted
             decisions.append(Decision(accepted, new_guesses, num_held))
         return decisions
 
@@ -375,16 +380,15 @@ def generate(
 
     The other options are the fields of `Options`.
     """
-    taus = tau if isinstance(tau, list) else [tau] * len(prompts)
+    taus = list(tau) if isinstance(tau, list | tuple) else [tau] * len(prompts)
     if len(taus) != len(prompts):
         raise UserError(f"{len(taus)} values of tau for {len(prompts)} prompts")
-    if not prompts:
-        return []
     options = Options(**options)
     answers = []
     for index, (prompt, own_tau) in enumerate(zip(prompts, taus)):
         answers.append(Answer(prompt, model, options, index, own_tau))
-    for _ in Decoder(model, answers, options, min(rows, len(answers))):
+    decoder = Decoder(model, answers, options, min(rows, max(1, len(answers))))
+    for _ in decoder:
         pass
     return answers
 

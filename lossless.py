@@ -47,11 +47,9 @@ def count_held(said: Tensor, guesses: list[list[int]]) -> Tensor:
 
     A guess holds if it is AR's token and all guesses before it hold.
     """
-    no_guess = -1
-    padded = torch.full_like(said, no_guess)
-    for row, tokens in zip(padded, guesses):
-        row[: len(tokens)] = torch.tensor(tokens, dtype=said.dtype)
-    holds = said == padded
+    no_guess = [-1] * said.size(1)
+    padded = [(tokens + no_guess)[: said.size(1)] for tokens in guesses]
+    holds = said == torch.tensor(padded, device=said.device)
     return holds.long().cumprod(-1).sum(-1, keepdim=True)
 
 

@@ -26,14 +26,14 @@ TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks a
 Result = TypeVar("Result")
 
 
-def read_problems(path: Path, limit: int | None = None) -> list[dict]:
+def read_problems(file: Path, limit: int | None = None) -> list[dict]:
     """The first `limit` rows of a JSONL file; each has a `prompt` and a number as `answer`."""
-    problems = list(Rows(path))[:limit]
+    problems = list(Rows(file))[:limit]
     for line, problem in enumerate(problems, 1):
         if not isinstance(problem.get("prompt"), str) or "answer" not in problem:
-            raise UserError(f"{path}: row {line} lacks prompt or answer")
+            raise UserError(f"{file}: row {line} lacks prompt or answer")
         if last_number(str(problem["answer"])) is None:
-            raise UserError(f"{path}: row {line}: the answer is not a number: {problem['answer']}")
+            raise UserError(f"{file}: row {line}: the answer is not a number: {problem['answer']}")
     return problems
 
 
@@ -54,7 +54,7 @@ def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> float:
     """Share of the answers whose last number is the problem's."""
     texts = [chat.decode(answer.tokens) for answer in answers]
     expected = [last_number(str(problem["answer"])) for problem in problems]
-    right = [last_number(text) == number for text, number in zip(texts, expected)]
+    right = [last_number(text) == wanted for text, wanted in zip(texts, expected)]
     return sum(right) / len(right)
 
 
@@ -100,7 +100,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done what it was asked to do; a CPU always has."""
+    """Let a GPU finish what it was given; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -199,9 +199,8 @@ def add_taus(parser: Parser, default: list[float]) -> None:
 def add_rows(parser: Parser, default: int | list[int]) -> None:
     """Add --rows: one number, or several if the default is a list."""
     nargs = "+" if isinstance(default, list) else None
-    parser.add_argument(
-        "--rows", type=number(int, 1), nargs=nargs, default=default, help="decoded at a time"
-    )
+    kind = number(int, 1)
+    parser.add_argument("--rows", type=kind, nargs=nargs, default=default, help="decoded at a time")
 
 
 def add_rounds(parser: Parser, default: int) -> None:
@@ -220,6 +219,6 @@ def plot_file(name: str) -> Path:
 
 
 def require(package: str) -> None:
-    """UserError if a package that only some benchmarks need is missing."""
+    """Raise UserError if an optional package is missing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{package} is not installed: pip install -r bench/requirements.txt")

@@ -21,7 +21,6 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from statistics import mean
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -31,7 +30,9 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.tasks import TaskManager
 except ImportError:
-    sys.exit("error: lm-eval is not installed: pip install -r bench/requirements.txt")
+    if __name__ == "__main__":
+        sys.exit("error: lm-eval is not installed: pip install -r bench/requirements.txt")
+    raise
 
 from plumbing.arguments import Parser, find_device, number, path
 from plumbing.errors import UserError, run
@@ -177,7 +178,7 @@ def tasks_of(name: str, data: Path | None, folder: Path) -> list[str]:
     raise UserError(f"--data {data}: has only gsm8k_cot, bbh and toy, not {name}")
 
 
-def evaluate(lm: Mars, name: str, tasks: list, samples: TextIO, args) -> tuple[float, float]:
+def evaluate(lm: Mars, name: str, tasks: list, samples, args) -> tuple[float, float]:
     """Accuracy and tokens per forward over all problems of a task's parts; writes the answers."""
     lm.counts.clear()
     results = lm_eval.simple_evaluate(
@@ -204,7 +205,7 @@ def evaluate(lm: Mars, name: str, tasks: list, samples: TextIO, args) -> tuple[f
     return num_right / num_problems, lm.counts["tokens"] / max(1, lm.counts["forwards"])
 
 
-def evaluate_all(tasks: dict[str, list], samples: TextIO, args) -> str:
+def evaluate_all(tasks: dict[str, list], samples, args) -> str:
     """The table: accuracy and tokens per forward of each task, and their means, for every tau."""
     options = Options(block=args.block, verify=args.verify, max_new=args.max_new)
     lm = Mars(args.model, options, args.rows, args.device, args.dtype)

@@ -36,13 +36,13 @@ def gap_between_best(model: Qwen2, tokens: list[int]) -> float:
 
 
 def gaps_at_parting(model: Qwen2, expected: list[Answer], answers: list[Answer]) -> list[float]:
-    """`gap_between_best` where answers part from the expected ones: a number for each that does."""
+    """For each answer that is not the expected one: `gap_between_best` where the two part."""
     gaps = []
-    for right, answer in zip(expected, answers):
-        if answer.tokens == right.tokens:
+    for plain, answer in zip(expected, answers):
+        if answer.tokens == plain.tokens:
             continue
-        num_same = len(commonprefix([right.ids, answer.ids]))
-        if num_same in (len(right.ids), len(answer.ids)):
+        num_same = len(commonprefix([plain.ids, answer.ids]))
+        if num_same in (len(plain.ids), len(answer.ids)):
             gaps.append(float("inf"))  # one goes on where the other ends
         else:
             gaps.append(gap_between_best(model, answer.ids[:num_same]))

@@ -10,7 +10,6 @@ jumps to the next arrival. A prompt waits from its arrival to its first token.
 
 import functools
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -84,7 +83,7 @@ def replay(
     return result
 
 
-def falling(high: float, low: float, rows: int) -> Callable[[int], float]:
+def falling(high: float, low: float, rows: int) -> Tau:
     """tau as a function of the load: `high` while nobody waits, `low` when `rows` prompts do."""
     return lambda num_waiting: max(low, high - (high - low) * num_waiting / rows)
 

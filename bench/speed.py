@@ -66,7 +66,7 @@ class Ours:
 
 
 class Theirs:
-    """transformers' generate on the same tensors; to be made before `Ours` lays them out anew."""
+    """transformers' generate on the same tensors. Make it before `Ours`, which moves them."""
 
     def __init__(self, model: Qwen2):
         import transformers
@@ -173,9 +173,8 @@ def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict],
                 ]
             )
         head = [f"rows: {rows}", "tok/s", f"x {base} (range)", "tokens/forward"]
-        head += ["positions/forward", "efficiency", "first token, ms/prompt"]
-        head += [f"text of {base}", "accuracy"]
-        print(f"\n{common.table(head, lines)}", flush=True)
+        head += ["positions/forward", "efficiency", "first token, ms/prompt", f"text of {base}"]
+        print(f"\n{common.table([*head, 'accuracy'], lines)}", flush=True)
 
 
 def tokens_per_second(answers: list[Text], seconds: list[float]) -> list[float]:

@@ -196,13 +196,7 @@ def parse_arguments():
     add("--shape", choices=common.SHAPES, help="the shape of that Qwen2.5 instead")
     add("--batch", type=number(int, 1), default=32, help="examples per step, in one forward")
     add("--length", type=number(int, 16), default=160, help="tokens per example")
-    add(
-        "--shares",
-        type=share,
-        nargs="+",
-        default=[0.3, 0.5, 0.7],
-        help="of a prompt in its example",
-    )
+    add("--shares", type=share, nargs="+", default=[0.3, 0.5, 0.7], help="the prompt's share")
     add("--rows", type=number(int, 1000), help="instead: time and memory of reading so many rows")
     common.add_rounds(parser, default=7)
     return parser.parse_args()

@@ -22,8 +22,8 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_threads: in
     """model.attend, for the few positions of a decoding step.
 
     The query heads that share a key head become more positions of one head: the same products, but
-    attention of one token is 2 (float32) to 6 times (bfloat16) faster on a CPU. Not with so few
-    heads that threads would be idle.
+    attention of one token is 2 (float32) to 6 times (bfloat16) faster on a CPU. With fewer key
+    heads than threads some threads would be idle, so then heads stay as they are.
     """
     R, num_heads, T, head_dim = q.shape
     num_kv_heads = k.size(1)
@@ -38,7 +38,7 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_threads: in
 
 
 def attend_repeated(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """model.attend; on a GPU with repeated key heads: fast kernels with a mask share none."""
+    """model.attend; repeats key heads on a GPU, whose fast kernels with a mask cannot share them."""
     if q.is_cuda and q.size(1) > k.size(1):
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)

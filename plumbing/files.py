@@ -120,7 +120,7 @@ def all_or_nothing(directory: Path) -> Iterator[Path]:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=directory, suffix=".tmp"))
+        folder = Path(tempfile.mkdtemp(dir=directory, prefix="saving-", suffix=".tmp"))
     except OSError as error:
         raise UserError(f"{directory}: nothing can be saved there ({describe(error)})") from None
     try:
@@ -134,6 +134,12 @@ def all_or_nothing(directory: Path) -> Iterator[Path]:
         raise UserError(message) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Folders of `all_or_nothing` that a kill left there."""
+    for folder in directory.glob("saving-*.tmp"):
+        shutil.rmtree(folder)
 
 
 def flush_to_disk(path: Path) -> None:

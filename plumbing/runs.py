@@ -13,7 +13,7 @@ from tqdm import tqdm
 from .checkpoints import Checkpoints, whole_weights
 from .data import reasons
 from .errors import UserError
-from .files import atomic_write, save
+from .files import atomic_write, remove_leftovers, save
 from .jsonl import Rows
 from .processes import largest, leads, say, together
 
@@ -101,6 +101,7 @@ class Run:
                 if self.unlock is None:
                     self._take_lock()
                 self.checkpoints.remove_leftovers()
+                remove_leftovers(self.out)
                 self.log_file = self._open_log()
         self.bar = tqdm(total=100, bar_format=BAR, disable=None if leads() else True)
         self.stop_signal = StopSignal()

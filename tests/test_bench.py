@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import torch
 from commands import command, is_refused
 from common import ROOT
 
@@ -49,7 +50,7 @@ def test_a_table_is_aligned():
 def test_all_ways_run_in_turn():
     log = []
     ways = {name: lambda name=name: log.append(name) or name for name in ("a", "b")}
-    results, seconds = common.in_turn(ways, 3, load(str(ROOT / "toy/mars"))[0].device)
+    results, seconds = common.in_turn(ways, 3, torch.device("cpu"))
     assert log == ["a", "b"] * 3 and results == {"a": "a", "b": "b"}
     assert all(len(times) == 3 for times in seconds.values())
 
@@ -117,6 +118,19 @@ def test_a_plot_that_cannot_be_written(monkeypatch, name, message):
 )
 def test_bad_options(module, words, message):
     assert is_refused(command(f"bench.{module}", *words), message)
+
+
+@pytest.mark.parametrize(
+    "module, words, package",
+    [
+        ("serving", ("--plot", "queue.png"), "matplotlib"),
+        ("speed", ("--transformers",), "transformers"),
+    ],
+)
+def test_an_optional_package_that_is_missing(monkeypatch, module, words, package):
+    """One line, before a model is loaded."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert is_refused(command(f"bench.{module}", *words), f"{package} is not installed: pip")
 
 
 @pytest.mark.parametrize("module", ["quality", "serving", "speed", "training_cost"])

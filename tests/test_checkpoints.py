@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -114,7 +115,23 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(data, out, monkeypat
     assert done.status == 0 and "resumed at step 2" in done.out
 
 
-# -------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------ kills and damage
+
+# `train.py` in a process that dies, as if killed, while it writes the model.
+DYING = "import os, train, plumbing.files; from plumbing.errors import run; "
+DYING += "plumbing.files.save_file = lambda *_, **__: os._exit(9); run(train.main)"
+
+
+def test_a_kill_while_the_model_is_written(data, out):
+    """The half-written model is not left on the disk when the run is over."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--save-every", 1)
+    process = start(*words, script=("-c", DYING))
+    process.communicate()
+    assert process.returncode == 9 and checkpoints(out) == ["step-00000001"]
+    assert not (out / "config.json").exists()
+    done = run_train(*words, "--resume")
+    assert done.status == 0 and "resumed at step 1" in done.out
+    assert not list(out.rglob("*.tmp"))
 
 
 def test_a_damaged_checkpoint(data, out):
@@ -144,12 +161,18 @@ def test_a_damaged_checkpoint(data, out):
         assert [record["step"] for record in log(out)] == [4]
 
 
-@pytest.mark.parametrize("damage", ["garbage", "half", "empty", "missing"])
-def test_damaged_metadata_is_one_line(data, out, damage):
-    """Two tracebacks of torch's once came before the line that says what to do.
+def test_a_checkpoint_that_cannot_be_read_is_no_missing_model(data, out):
+    """The line at the end once said that OUT holds no model, although it does."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--save-every", 1)
+    assert run_train(*words).status == 0
+    (out / "checkpoints/step-00000002/.metadata").write_bytes(b"")
+    done = run_train(*words, "--resume")
+    assert done.status == 2 and "no model yet" not in done.out
 
-    torch logs them, so this must be a process of its own.
-    """
+
+@pytest.mark.parametrize("damage", ["garbage", "half", "empty", "missing"])
+def test_damaged_metadata_is_one_line(data, out, damage, caplog):
+    """Two of torch's tracebacks once came before the line that says what to do."""
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--save-every", 1)
     assert run_train(*words).status == 0
     path = out / "checkpoints/step-00000002/.metadata"
@@ -158,11 +181,12 @@ def test_damaged_metadata_is_one_line(data, out, damage):
     if damage != "missing":
         path.write_bytes({"garbage": b"garbage", "half": whole[:3000], "empty": b""}[damage])
     before = contents(out)
-    process = start(*words, "--resume")
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert err.startswith(f"error: {path.parent}: damaged; delete it to resume"), err
-    assert err.count("\n") == 1 and "CheckpointException" not in err, err
+    caplog.clear()
+    done = run_train(*words, "--resume")
+    assert done.status == 2
+    assert done.err.startswith(f"error: {path.parent}: damaged; delete it to resume"), done.err
+    assert done.err.count("\n") == 1 and "CheckpointException" not in done.err, done.err
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert contents(out) == before
 
 

@@ -1,19 +1,19 @@
 """A run that is killed, stopped, or split among processes is still the same run."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, cases
+import training
+from common import cases
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from training import finish, num_logged, start, wait_for
 
 from model import load
 
@@ -22,38 +22,15 @@ RUN += ("--batch", 4, "--held-out", 4, "--device", "cpu")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
 # Logits a few at a time, and in every process another number of times.
 CHUNKED = "import model, os; model.LOGITS_AT_A_TIME = 640 * (7 + 40 * int(os.getenv('RANK', 0))); "
-CHUNKED += "import train; train.start()"
-
-
-def start(*words: object, launcher=(sys.executable,), script=("train.py",)) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*launcher, *script, *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert "Traceback" not in err and "terminate called" not in err
-    return out
-
-
-def lines(out: Path) -> int:
-    log = out / "log.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
+CHUNKED += "import runpy; runpy.run_path('train.py', run_name='__main__')"
 
 
 def log(out: Path) -> list[dict]:
     """What each step computed: all but its time and its memory."""
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in r.items() if k not in ("tokens_per_s", "memory_gib")} for r in records
-    ]
+    records = training.log(out)
+    for record in records:
+        del record["tokens_per_s"], record["memory_gib"]
+    return records
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -63,7 +40,8 @@ def checkpoints(out: Path) -> list[Path]:
 def contents(checkpoint: Path, place: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint by name, read by torch's own converter."""
     dcp_to_torch_save(checkpoint, place / "whole.pt")
-    tensors, found = [("", torch.load(place / "whole.pt"))], {}
+    tensors = [("", torch.load(place / "whole.pt"))]
+    found = {}
     while tensors:
         name, value = tensors.pop()
         if isinstance(value, dict):
@@ -73,24 +51,21 @@ def contents(checkpoint: Path, place: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def wait_for(condition, process: subprocess.Popen) -> None:
-    began = time.monotonic()
-    while process.poll() is None and not condition():
-        assert time.monotonic() - began < 120
-        time.sleep(0.001)
-
-
 def test_killed_at_any_instant_it_goes_on_bit_for_bit(tmp_path):
     """SIGKILL, every second time while a checkpoint is being written: a complete one is there from
     the first on, and losses, weights and optimizer end as if nothing had happened."""
     kills = len(cases(2, 20))
     words = (*RUN, "--steps", 30 + 10 * kills, "--save-every", 3)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     finish(start(*words, "--out", whole))
-    rng, during_a_save, newest = random.Random(), 0, 0
+    rng = random.Random()
+    during_a_save = 0
+    newest = 0
     for kill in range(kills):
-        process, before = start(*words, "--out", killed, "--resume"), lines(killed)
-        wait_for(lambda before=before: lines(killed) > before, process)
+        process = start(*words, "--out", killed, "--resume")
+        before = num_logged(killed)
+        wait_for(lambda before=before: num_logged(killed) > before, process)
         if kill % 2:
             wait_for(lambda: list(killed.glob("checkpoints/*.tmp")), process)
             time.sleep(rng.uniform(0, 0.01))
@@ -103,7 +78,7 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(tmp_path):
         for checkpoint in checkpoints(killed):
             steps.append(json.loads((checkpoint / "progress.json").read_text())["step"])
             assert len(contents(checkpoint, tmp_path)) > 50 and str(steps[-1]) in checkpoint.name
-        assert newest <= steps[-1] and lines(killed) // 3 - 1 <= steps[-1] // 3
+        assert newest <= steps[-1] and num_logged(killed) // 3 - 1 <= steps[-1] // 3
         newest = steps[-1]
     assert during_a_save
     finish(start(*words, "--out", killed, "--resume"))
@@ -117,20 +92,10 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(tmp_path):
 
 def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path):
     """FSDP over gloo: 50 steps, of which the second half again in the other number of processes."""
-    words = (
-        *RUN,
-        "--batch",
-        8,
-        "--lr",
-        3e-4,
-        "--steps",
-        50,
-        "--save-every",
-        25,
-        "--batch-tokens",
-        512,
-    )
-    one, two = tmp_path / "one", tmp_path / "two"
+    words = (*RUN, "--batch", 8, "--lr", 3e-4, "--steps", 50, "--save-every", 25)
+    words += ("--batch-tokens", 512)
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     launchers = {one: (sys.executable,), two: TORCHRUN}
     for out, launcher in launchers.items():
         finish(start(*words, "--out", out, launcher=launcher))
@@ -155,7 +120,8 @@ def test_processes_with_unlike_numbers_of_chunks(tmp_path, words):
     """Every chunk of logits once gathered the head from all processes, which then waited for ever
     for the one that had fewer of them."""
     words = (*RUN, "--batch", 6, "--steps", 3, "--lr", 1e-4, "--held-out", 0, *words)
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     finish(start(*words, "--out", one))
     launcher = (*TORCHRUN, "--no-python", sys.executable)
     finish(start(*words, "--out", two, launcher=launcher, script=("-c", CHUNKED)))
@@ -168,10 +134,10 @@ def test_processes_with_unlike_numbers_of_chunks(tmp_path, words):
 def test_a_signal_saves_and_ends_the_run(tmp_path, launcher):
     words = (*RUN, "--steps", 500, "--out", tmp_path)
     process = start(*words, launcher=launcher)
-    wait_for(lambda: lines(tmp_path) >= 3, process)
+    wait_for(lambda: num_logged(tmp_path) >= 3, process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
-    steps = lines(tmp_path)
+    steps = num_logged(tmp_path)
     assert 3 <= steps < 500 and f"{steps} steps; {tmp_path} holds the model of step {steps}" in out
     assert [path.name for path in checkpoints(tmp_path)] == [f"step-{steps:08}"]
     if launcher is not TORCHRUN:  # which has much to say about it

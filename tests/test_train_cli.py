@@ -1,0 +1,109 @@
+"""The command line of train.py: one clear line for every bad input, and nothing half-written."""
+
+import runpy
+import sys
+
+import pytest
+from commands import is_refused
+from common import ROOT
+from training import DRAFT, plums, run_train
+
+import train
+from model import Qwen2
+
+
+@pytest.fixture
+def data(tmp_path):
+    return plums(tmp_path / "data.jsonl")
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("", "empty; expected one JSON object per line"),
+        ('{"prompt": "?", "response": "1"}\nnot json\n', "data.jsonl:2: not JSON"),
+        ('["prompt"]\n', "data.jsonl:1: not a JSON object"),
+        ('{"question": "?"}\n', "no usable row: 1 neither messages nor prompt and response"),
+    ],
+)
+def test_bad_data(tmp_path, data, content, message):
+    """An error before training writes nothing, not even the directory of --out."""
+    if content is None:
+        data.unlink()
+    else:
+        data.write_text(content)
+    done = run_train("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out")
+    assert is_refused(done, message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--block", 0), "--block: must be at least 1, not 0"),
+        (("--batch", 0), "--batch: must be at least 1, not 0"),
+        (("--steps", 0), "--steps: must be at least 1, not 0"),
+        (("--steps", 1.5), "--steps: must be a whole number, not '1.5'"),
+        (("--lr", "nan"), "--lr: must be at least 0, not nan"),
+        (("--lr", "fast"), "--lr: must be a number, not 'fast'"),
+        (("--clip", 0), "--clip: must be at least 1e-06, not 0"),
+        (("--warmup", 1), "--warmup: must be below 1, not 1"),
+        (("--warmup", -1), "--warmup: must be at least 0, not -1"),
+        (("--held-out", -1), "--held-out: must be at least 0, not -1"),
+        (("--block", 1000), "--block 1000: more than --max-length 512"),
+        (("--seed", 10**30), "--seed: must be below 9.22337e+18, not 1"),
+        (("--max-length", 4096), "--max-length 4096: the model has 2048 positions"),
+        (("--model", "no/such/place"), "'no/such/place': no such directory"),
+        (("--model", ROOT / "toy"), "config.json: no such file; is "),
+        (("--data", "/"), "/: cannot be read (Is a directory)"),
+        (("--data", ""), "--data: must name a file or directory"),
+        (("--objective", "rl"), "--objective: invalid choice: 'rl'"),
+        (("--keep", 3), "unrecognized arguments: --keep 3"),
+        (("--device", "abacus"), "--device abacus: this machine has "),
+    ],
+)
+def test_bad_training_options(tmp_path, data, words, message):
+    given = ("--model", ROOT / "toy/sft", "--data", data, "--out", tmp_path / "out", *words)
+    assert is_refused(run_train(*given), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_is_required(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_refused(run_train(), "the following arguments are required: --data")
+    assert not list(tmp_path.iterdir())
+
+
+def test_fewer_examples_than_processes(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(train.processes, "rank_and_size", lambda: (0, 4))
+    done = run_train(*DRAFT, "--data", data, "--out", tmp_path / "out", "--batch", 3)
+    assert is_refused(done, "--batch 3: fewer examples than processes (4)")
+
+
+def test_a_learning_rate_that_is_too_high(tmp_path, data):
+    """What is not finite stops the run; the checkpoint before it stays."""
+    out = tmp_path / "out"
+    words = (*DRAFT, "--data", data, "--out", out, "--lr", 999, "--warmup", 0, "--save-every", 1)
+    done = run_train(*words, "--steps", 50)
+    assert done.status == 2 and "is not finite; try a smaller --lr" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_too_little_memory(tmp_path, data, monkeypatch, capsys):
+    """One line that names the options to change.
+
+    What a step needs was once estimated before it, too low by half.
+    """
+
+    def in_chunks(*_):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    monkeypatch.setattr(Qwen2, "in_chunks", in_chunks)
+    words = (*DRAFT, "--data", data, "--out", tmp_path / "out", "--steps", 1)
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1
+    assert err.startswith("error: out of memory: use a smaller --batch-tokens, or --checkpoint-lay")
