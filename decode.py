@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 from plumbing import attention
 from plumbing.arguments import Parser, check_options, find_device, option, read_options
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.packing import round_up
-from plumbing.rows import Rows, Text
+from plumbing.scheduler import Scheduler, Text
 from plumbing.terminal import note, print_answer
 
 import torch
@@ -247,7 +247,7 @@ class Decision(NamedTuple):
     num_held: int  # how many of the guesses that this forward checked hold
 
 
-class Decoder(Rows):
+class Decoder(Scheduler):
     """The loop for many rows: append to `waiting` at any time; each `step` is one forward."""
 
     def __init__(self, model: Qwen2, answers: list[Answer], options: Options, rows=8, longest=0):
@@ -430,4 +430,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, out_of_memory="use a smaller --max-new or a shorter prompt")
+    run_main(main, out_of_memory="use a smaller --max-new or a shorter prompt")

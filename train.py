@@ -34,9 +34,9 @@ from plumbing.arguments import Parser, find_device, number, path
 from plumbing.attention import attend_flex, block_mask, can_use_flex
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.files import locate
-from plumbing.jsonl import Rows
+from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate, grouped, packed, round_up
 from plumbing.runs import Run, identity
 
@@ -58,15 +58,17 @@ class Batch(NamedTuple):
     prefix: Tensor  # the number of clean tokens that a position sees: `visible` in model.py
     doc: Tensor
     target: Tensor  # the next token
-    noisy: Tensor  # weight of this position's cross-entropy in the noisy loss
-    clean: Tensor  # and in the clean loss
-    back: Tensor  # of a mask: how many columns back the clean token of its position is; else 0
+    noisy_weight: Tensor  # of this position's cross-entropy in the noisy loss
+    clean_weight: Tensor  # and in the clean loss
+    to_clean: Tensor  # of a mask: how many columns back the clean token of its position is; else 0
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(field.to(device) for field in self))
 
 
-PADDING = Batch(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy=0.0, clean=0.0, back=0)
+PADDING = Batch(
+    tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0, to_clean=0
+)
 
 
 def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float, doc=0) -> Batch:
@@ -81,33 +83,33 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
     pos = torch.arange(len(x) - 1)  # the last token predicts nothing
     predicts_response = pos >= prompt - 1
     predicts_first = pos == prompt - 1
-    clean = Batch(
+    clean_stream = Batch(
         tokens=x[:-1],
         pos=pos,
         prefix=pos + 1,
         doc=torch.full_like(pos, doc),
         target=x[1:],
-        noisy=weight * predicts_first,
-        clean=weight * predicts_response,
-        back=torch.zeros_like(pos),
+        noisy_weight=weight * predicts_first,
+        clean_weight=weight * predicts_response,
+        to_clean=torch.zeros_like(pos),
     )
     if block_size is None:
-        return clean._replace(noisy=torch.zeros_like(clean.clean))
+        return clean_stream._replace(noisy_weight=torch.zeros_like(clean_stream.clean_weight))
 
     mask_pos = pos[prompt:]
     grid_pos = mask_pos + example.phase
     block_start = mask_pos - grid_pos % block_size
-    masks = Batch(
+    mask_stream = Batch(
         tokens=torch.full_like(mask_pos, mask_id),
         pos=mask_pos,
         prefix=block_start.clamp(min=prompt),  # its first block may begin in the prompt
         doc=torch.full_like(mask_pos, doc),
         target=x[prompt + 1 :],
-        noisy=torch.full(mask_pos.shape, weight),
-        clean=torch.zeros(mask_pos.shape),
-        back=torch.full_like(mask_pos, len(mask_pos)),
+        noisy_weight=torch.full(mask_pos.shape, weight),
+        clean_weight=torch.zeros(mask_pos.shape),
+        to_clean=torch.full_like(mask_pos, len(mask_pos)),
     )
-    return concatenate([clean, masks])
+    return concatenate([clean_stream, mask_stream])
 
 
 def stream_length(example: Example, block_size: int | None) -> int:
@@ -197,16 +199,18 @@ def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, T
         return hard.masked_scatter(is_mask, -(probs * log_probs).sum(-1))
 
     hidden = hidden_states(model, batch)
-    at = (batch.noisy + batch.clean).nonzero(as_tuple=True)  # the positions that have a target
+    at = (batch.noisy_weight + batch.clean_weight).nonzero(
+        as_tuple=True
+    )  # the positions that have a target
     row, column = at
     if distill:
-        back = batch.back[at]
+        back = batch.to_clean[at]
         teacher = hidden.detach()[row, column - back]
         each = model.in_chunks(distilled, hidden[at], batch.target[at], back > 0, teacher)
     else:
         each = model.in_chunks(cross_entropy, hidden[at], batch.target[at])
-    noisy = (each * batch.noisy[at]).sum()
-    clean = (each * batch.clean[at]).sum()
+    noisy = (each * batch.noisy_weight[at]).sum()
+    clean = (each * batch.clean_weight[at]).sum()
     return noisy, clean
 
 
@@ -229,7 +233,7 @@ def look_ahead(model: Qwen2, held_out: list[Batch]) -> list[float]:
         batch = batch.to(model.device)
         is_mask = batch.prefix <= batch.pos
         ahead = torch.where(is_mask, batch.pos - batch.prefix + 2, 1)
-        at = (batch.noisy + batch.clean).nonzero(as_tuple=True)
+        at = (batch.noisy_weight + batch.clean_weight).nonzero(as_tuple=True)
         best = model.in_chunks(best_token, hidden_states(model, batch)[at])
         is_right = (best == batch.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
@@ -383,7 +387,7 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
         raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
     if args.objective == "mars" and args.block > args.max_length:
         raise UserError(f"--block {args.block}: more than --max-length {args.max_length}")
-    rows = Rows(args.data)
+    rows = JsonlFile(args.data)
     run = Run(args.out, identity(args, rows), args.resume, args.overwrite)
     if args.from_scratch:
         chat = Chat(directory)
@@ -420,7 +424,7 @@ def main() -> None:
 if __name__ == "__main__":
     status = 0
     try:
-        run(main, out_of_memory="use a smaller --batch-tokens, or --checkpoint-layers")
+        run_main(main, out_of_memory="use a smaller --batch-tokens, or --checkpoint-layers")
     except SystemExit as stop:
         status = stop.code
     processes.leave(status)

@@ -16,7 +16,7 @@ from pathlib import Path
 from plumbing.arguments import Parser, number, path, read_options
 from plumbing.chat import Chat
 from plumbing.data import Unusable, encode
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.terminal import note, statistics
 
 from tqdm import tqdm
@@ -28,7 +28,7 @@ def read_rows(file: Path) -> dict[int, dict]:
     """What each line asks for, by line number; blank lines are left out."""
     rows = {}
     is_jsonl = False
-    for line_number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+    for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             text = line.decode("utf-8-sig").strip()
         except UnicodeDecodeError:
@@ -38,6 +38,8 @@ def read_rows(file: Path) -> dict[int, dict]:
         row = parse(text)
         if not rows:
             is_jsonl = isinstance(row, dict)
+            if row is None and text[0] in '{["':
+                note(f"{file}:{line_number}: not JSON, so every line is a prompt as it stands")
         if isinstance(row, dict) != is_jsonl or isinstance(row, list | str):
             message = "either every line is a JSON object, or every line is plain text"
             raise UserError(f"{file}:{line_number}: {message}")
@@ -59,7 +61,7 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
     """Token ids of a prompt. The rules are those of training, which may read the output."""
     example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-    if not all(isinstance(message.get("role"), str) for message in messages):
+    if not all(isinstance(m.get("role"), str) and m["role"].strip() for m in messages):
         raise Unusable("a message without a role")
     if messages[-1]["role"] == "assistant":
         raise Unusable("the last message is the assistant's")
@@ -99,7 +101,7 @@ def main() -> None:
     parser = Parser("Answer a file of prompts, several at a time (MARS).")
     parser.add_argument("file", metavar="FILE", type=path, help="a prompt per line, or JSONL")
     parser.add_argument("--rows", type=number(int, 1), default=8, help="prompts at a time")
-    parser.add_argument("--tau-busy", type=number(float), help="tau while prompts wait")
+    parser.add_argument("--tau-busy", type=number(float, 0), help="tau while prompts wait")
     parser.add_model(None, "directory or hub id; None: the bundled toy/mars")
     parser.add_options(Options)
     args = parser.parse_args()
@@ -116,7 +118,7 @@ def main() -> None:
             answer = Answer(prompt, model, options, index=len(requests), tau=row.get("tau"))
         except (UserError, Unusable, OverflowError) as error:
             raise UserError(f"{args.file}:{line_number}: {error}") from None
-        given = {key: row[key] for key in ("prompt", "messages") if key in row}
+        given = {key: row[key] for key in ("prompt", "messages") if row.get(key)}
         requests.append(({"id": row.get("id", line_number)} | given, answer))
     answers = [answer for _, answer in requests]
     decoder = Decoder(model, answers, options, rows=min(args.rows, len(answers)))
@@ -124,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, out_of_memory="use fewer --rows or a smaller --max-new")
+    run_main(main, out_of_memory="use fewer --rows or a smaller --max-new")

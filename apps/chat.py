@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from plumbing.arguments import Parser, read_options
 from plumbing.chat import Chat
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.terminal import note, print_answer
 
 from decode import Answer, Decoder, Options, load_for_decoding
@@ -91,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, out_of_memory="use a model with a shorter context")
+    run_main(main, out_of_memory="use a model with a shorter context")

@@ -14,8 +14,8 @@ from typing import TypeVar
 from plumbing.arguments import Parser, number, path
 from plumbing.chat import Chat
 from plumbing.errors import UserError
-from plumbing.jsonl import Rows
-from plumbing.rows import Text
+from plumbing.jsonl import JsonlFile
+from plumbing.scheduler import Text
 
 import torch
 
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 def read_problems(file: Path, limit: int | None = None) -> list[dict]:
     """The first `limit` rows of a JSONL file; each has a `prompt` and a number as `answer`."""
-    problems = list(Rows(file))[:limit]
+    problems = list(JsonlFile(file))[:limit]
     for line, problem in enumerate(problems, 1):
         if not isinstance(problem.get("prompt"), str) or "answer" not in problem:
             raise UserError(f"{file}: row {line} lacks prompt or answer")

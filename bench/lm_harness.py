@@ -35,9 +35,9 @@ except ImportError:
     raise
 
 from plumbing.arguments import Parser, find_device, number, path
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.files import read_json
-from plumbing.jsonl import Rows
+from plumbing.jsonl import JsonlFile
 from plumbing.terminal import note
 
 from bench import common
@@ -144,7 +144,7 @@ def local(name: str, file: Path, folder: Path, field: str | None = None) -> str:
     """Write a YAML file: the harness's task of that name, or ours, on the problems in `file`."""
     if not file.is_file():
         raise UserError(f"{file}: no such file, which the task {name} needs")
-    read = read_json if field else Rows
+    read = read_json if field else JsonlFile
     read(file)  # a UserError if the file is damaged
     if name == "toy":
         original = Path(__file__).parent / "toy.yaml"
@@ -251,4 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -14,7 +14,7 @@ import sys
 from os.path import commonprefix  # of any two lists
 
 from plumbing.arguments import Parser, find_device, number
-from plumbing.errors import run
+from plumbing.errors import run_main
 
 import torch
 
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from plumbing.arguments import Parser, find_device, number
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 
 from bench import common
 from decode import Answer, Decoder, Options, Tau
@@ -168,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

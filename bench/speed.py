@@ -23,9 +23,9 @@ from dataclasses import replace
 from plumbing.arguments import Parser, find_device, number
 from plumbing.attention import attend_folded, compile_forward, fast_for_one
 from plumbing.chat import Chat
-from plumbing.errors import run
+from plumbing.errors import run_main
 from plumbing.processes import peak_memory
-from plumbing.rows import Text
+from plumbing.scheduler import Text
 
 import torch
 
@@ -324,4 +324,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -24,9 +24,9 @@ from pathlib import Path
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.files import locate
-from plumbing.jsonl import Rows
+from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate
 from plumbing.processes import peak_memory
 
@@ -47,9 +47,9 @@ def two_streams(example: Example, mask_id: int, weight: float) -> Batch:
     noisy = clean._replace(
         tokens=torch.where(pos < example.prompt, clean.tokens, mask_id),
         prefix=(pos + example.phase) // BLOCK * BLOCK - example.phase,
-        noisy=clean.clean,
-        clean=torch.zeros_like(clean.clean),
-        back=torch.full_like(pos, len(pos)),
+        noisy_weight=clean.clean_weight,
+        clean_weight=torch.zeros_like(clean.clean_weight),
+        to_clean=torch.full_like(pos, len(pos)),
     )
     return concatenate([clean, noisy])
 
@@ -169,7 +169,7 @@ def read_rows(file: Path) -> tuple[float, float]:
     chat = Chat(common.TOY / "base")
     before = peak_memory(cpu)
     began = time.perf_counter()
-    data = Dataset(Rows(file), chat, eos=2, phases=4, max_length=512, seed=0, held_out=64)
+    data = Dataset(JsonlFile(file), chat, eos=2, phases=4, max_length=512, seed=0, held_out=64)
     next(data.steps(128))
     return time.perf_counter() - began, 1024 * (peak_memory(cpu) - before)
 
@@ -211,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, out_of_memory="lower --batch or --length")
+    run_main(main, out_of_memory="lower --batch or --length")

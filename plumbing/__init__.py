@@ -23,6 +23,6 @@ def is_own_command() -> bool:
     return Path(main_file).resolve().parent == Path(__file__).resolve().parent.parent
 
 
-# Importing torch takes seconds. Ctrl-C ends that quietly; errors.run gives it back to Python.
+# Importing torch takes seconds. Ctrl-C ends that quietly; errors.run_main gives it back to Python.
 if is_own_command() and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -38,7 +38,7 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_threads: in
 
 
 def attend_repeated(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """model.attend; repeats key heads on a GPU, whose fast kernels with a mask cannot share them."""
+    """model.attend; repeats key heads on a GPU: fast kernels with a mask cannot share them."""
     if q.is_cuda and q.size(1) > k.size(1):
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)

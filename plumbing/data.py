@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .chat import Chat
 from .errors import UserError
-from .jsonl import Rows
+from .jsonl import JsonlFile
 
 CHARACTERS_PER_TOKEN = 64  # no ordinary text has more on average
 
@@ -107,7 +107,7 @@ class Dataset:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: JsonlFile,
         chat: Chat,
         eos: int,
         phases: int,

@@ -11,7 +11,7 @@ class UserError(ValueError):
     """Something the user can fix. The message says what is wrong, where, and what to do."""
 
 
-def run(
+def run_main(
     main: Callable[[], None],
     out_of_memory: str = "use smaller batches, fewer rows or shorter texts",
 ) -> None:

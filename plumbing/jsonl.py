@@ -11,7 +11,7 @@ from .errors import UserError, describe
 from .processes import leads
 
 
-class Rows:
+class JsonlFile:
     """The rows of a JSONL file, found by byte offset: memory stays flat whatever its size."""
 
     def __init__(self, path: Path):

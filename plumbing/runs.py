@@ -14,7 +14,7 @@ from .checkpoints import Checkpoints, whole_weights
 from .data import reasons
 from .errors import UserError
 from .files import atomic_write, remove_leftovers, save
-from .jsonl import Rows
+from .jsonl import JsonlFile
 from .processes import largest, leads, say, together
 
 try:
@@ -31,7 +31,7 @@ MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dty
 MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
 
 
-def identity(args: argparse.Namespace, rows: Rows) -> dict[str, str]:
+def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
     """The options and the data that identify a run."""
     facts = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():

@@ -34,7 +34,7 @@ def command(name: str, *words: object) -> Done:
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         try:
-            errors.run(module.main)
+            errors.run_main(module.main)
         except SystemExit as stop:
             status = stop.code or 0
     return Done(status, out.getvalue(), err.getvalue())

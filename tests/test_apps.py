@@ -5,7 +5,6 @@ import json
 import re
 import sys
 
-from plumbing import rows
 from plumbing.data import encode
 
 import pytest
@@ -125,7 +124,7 @@ def test_interrupting_before_the_first_forward(monkeypatch, where):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        target = rows if where == "commonprefix" else conversation.decoder.cache
+        target = scheduler if where == "commonprefix" else conversation.decoder.cache
         patch.setattr(target, where, interrupt)
         conversation.ask("Hi again", shaded=False)
     assert not conversation.decoder.waiting
@@ -255,11 +254,18 @@ def test_one_token_at_a_time_is_what_was_asked_for(tmp_path):
 
 
 def test_text_that_looks_like_json(tmp_path):
-    """A prompt that begins with a brace failed the file."""
+    """A prompt that begins with a brace failed the file.
+
+    It is a prompt, and a note says so: it may also be a JSON list over many lines, or have a comma
+    after each object.
+    """
     lines = ["{x} is a set. What is it?", "[1, 2] + [3]?", '"Mia" has 5 bags?', "42"]
-    (tmp_path / "in.txt").write_text("\n".join(lines))
-    rows = results(command("apps.batch", tmp_path / "in.txt", "--max-new", 4))
-    assert [row["prompt"] for row in rows] == lines
+    (tmp_path / "in.txt").write_text("\r".join(lines))
+    done = command("apps.batch", tmp_path / "in.txt", "--max-new", 4, *MARS)
+    assert [row["prompt"] for row in results(done)] == lines
+    assert "in.txt:1: not JSON, so every line is a prompt as it stands\n" in done.err
+    (tmp_path / "in.txt").write_text("\n".join(lines[1:][::-1]))
+    assert "not JSON" not in command("apps.batch", tmp_path / "in.txt", "--max-new", 4).err
 
 
 def test_a_reader_of_answers_that_goes_away():
@@ -301,6 +307,7 @@ TURN = {"role": "user", "content": "Hi"}
         # Training and --prompt refuse these, but a file of prompts took them:
         ({"prompt": " "}, "in:1: a blank prompt"),
         ({"messages": [{"content": "Hi"}]}, "in:1: a message without a role"),
+        ({"messages": [{"role": "", "content": "Hi"}]}, "in:1: a message without a role"),
         ({"messages": [TURN | {"tool_calls": [{"name": "f"}]}]}, "in:1: a tool call"),
         ({"prompt": "?", "tau": True}, "in:1: tau must be a number"),
         ({"prompt": "?", "tau": "0.7"}, "in:1: tau must be a number"),

@@ -81,7 +81,9 @@ def test_diffusion_trains_what_it_decodes():
                 part = slice(first, first + block_size + 1)
                 torch.testing.assert_close(model.logits(states[part]), expected)
                 weights = [1 / t if masked[i] else 0.0 for i in places] + [0.0]
-                torch.testing.assert_close(layout.noisy[part].tolist(), weights, rtol=1e-6, atol=0)
+                torch.testing.assert_close(
+                    layout.noisy_weight[part].tolist(), weights, rtol=1e-6, atol=0
+                )
                 assert layout.target[part][:-1].tolist() == tokens[start : start + block_size]
                 num_weighted += sum(weight > 0 for weight in weights)
                 first += block_size + 1

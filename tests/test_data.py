@@ -8,7 +8,7 @@ import os
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example, Unusable, encode
 from plumbing.errors import UserError
-from plumbing.jsonl import Rows
+from plumbing.jsonl import JsonlFile
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_rows_are_found_by_byte_offset(tmp_path):
     """Characters of several bytes, blank lines, Windows line ends, no newline at the end."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"a": "né 🙂"}\n\n{"a": "2"}\r\n   \n{"a": "三"}'.encode())
-    rows = Rows(path)
+    rows = JsonlFile(path)
     assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
 
 
@@ -52,7 +52,7 @@ def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it does not wait
     with pytest.raises(UserError, match="pipe: cannot be read"):
-        Rows(tmp_path / "pipe")
+        JsonlFile(tmp_path / "pipe")
     os.close(writer)
 
 
@@ -73,7 +73,7 @@ def test_bad_data_files(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        Rows(path)
+        JsonlFile(path)
 
 
 # -------------------------------------------------------------------------------------- a row
@@ -217,7 +217,7 @@ def test_every_kind_of_row_there_is(chat, tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(fine + bad)]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    data = Dataset(Rows(path), chat, EOS, phases=4, max_length=512, seed=0, held_out=0)
+    data = Dataset(JsonlFile(path), chat, EOS, phases=4, max_length=512, seed=0, held_out=0)
     _, (examples, consumed, skipped) = itertools.islice(data.steps(len(fine)), 2)
     assert len(lines) < consumed <= 2 * len(lines) and sum(skipped.values()) == len(bad)
     found = {tuple(response(example)) for example in examples}

@@ -179,7 +179,7 @@ def test_how_a_script_ends(capsys, error, status, message):
         raise error
 
     with pytest.raises(SystemExit) as stop:
-        errors.run(main)
+        errors.run_main(main)
     err = capsys.readouterr().err
     assert stop.value.code == status and message in err and err.count("\n") <= 1
 
@@ -189,7 +189,7 @@ def test_a_bug_of_ours_keeps_its_traceback():
         raise RuntimeError("shape mismatch")
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        errors.run(main)
+        errors.run_main(main)
 
 
 def test_a_reader_that_goes_away():
@@ -316,7 +316,7 @@ def test_weights_that_are_not_numbers(broken, name, words):
         (("--block", "0"), "--block: must be at least 1, not 0"),
         (("--block", 5000), "5000"),
         (("--block-cache", 0), "--block-cache: must be at least 1, not 0"),
-        (("--verify", "--block-cache", 8), "no block_cache"),
+        (("--verify", "--block-cache", 8), "block_cache"),
         (("--max-new", "5000"), "exceed the model's 2048 positions"),
         (("--prompt", "plums " * 3000), "exceed the model's 2048 positions"),
         (("--prompt", "  "), "--prompt is empty"),

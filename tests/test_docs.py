@@ -10,8 +10,12 @@ import sys
 from plumbing.errors import UserError
 
 import pytest
+import torch
 from commands import command
 from common import ROOT
+
+from bench.common import SHAPES, config_of
+from model import Qwen2
 
 PAGES = sorted([ROOT / "README.md", ROOT / "toy/README.md", *ROOT.glob("docs/*.md")])
 PROGRAMS = ["decode.py", "train.py", "toy/make.py"]
@@ -91,6 +95,20 @@ def test_python_code_runs(page, monkeypatch, capsys):
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, {})
         assert capsys.readouterr().out in text
+
+
+def test_the_real_weights_in_the_readme():
+    """The table of what Qwen2.5 needs, computed from the shapes."""
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if " B |" in line]
+    for row, shape in zip(rows, SHAPES, strict=True):
+        config = config_of(shape)
+        with torch.device("meta"):
+            count = sum(weight.numel() for weight in Qwen2(config).parameters())
+        keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        cache = 2 * keys * 2 * 1024  # keys and values, bfloat16, 1,024 positions
+        cells = [shape, f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.1f} GiB"]
+        cells += [f"{4 * count / 2**30:.1f} GiB", f"{cache / 2**20:.0f} MiB"]
+        assert [cell.strip() for cell in row.strip("|").split("|")] == cells
 
 
 def test_the_commands_of_the_project_are_in_the_readme():

@@ -72,7 +72,7 @@ def test_flex_attention_is_the_dense_mask():
         model.zero_grad()
         for batch in packed:
             batch = batch.to(model.device)
-            is_noisy = batch.noisy > 0
+            is_noisy = batch.noisy_weight > 0
             logits = model.logits(hidden_states(batch)[is_noisy])
             target = batch.target[is_noisy]
             loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum")

@@ -79,7 +79,9 @@ def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
     weights = train.target_weights(examples, args.normalization)
     for example, weight in zip(examples, weights):
         layout = lay_out(example, model.config.block_size, 1, weight)
-        layout = layout._replace(noisy=layout.noisy.double(), clean=layout.clean.double())
+        layout = layout._replace(
+            noisy_weight=layout.noisy_weight.double(), clean_weight=layout.clean_weight.double()
+        )
         model.zero_grad()
         noisy, clean = losses(model, unpacked([layout]), args.distill)
         (noisy + args.ar_weight * clean).backward()

@@ -37,7 +37,7 @@ def test_prompts_that_wait_are_prefilled_together(monkeypatch):
     options = Options(tau=1, max_new=5, block=2)
     lengths = [10, 30, 10, 60, 5, 5, 5]
     answers = [Answer([2] * length, model, options, i) for i, length in enumerate(lengths)]
-    monkeypatch.setattr("plumbing.rows.PREFILL", 100)
+    monkeypatch.setattr("plumbing.scheduler.PREFILL", 100)
     decoder = Decoder(model, answers, options, rows=5)
     together = []
     for _ in range(5):

@@ -1,5 +1,6 @@
 """How a training run ends before its end: signals, readers that go away; and two runs at once."""
 
+import errno
 import fcntl
 import os
 import pty
@@ -8,6 +9,7 @@ import subprocess
 import termios
 from pathlib import Path
 
+from plumbing import runs
 from plumbing.errors import UserError
 from plumbing.runs import Run, StopSignal
 
@@ -30,9 +32,9 @@ from training import (
 import train
 
 # A step that takes forever, in one call of C.
-ENDLESS = "import time, train; from plumbing.errors import run; "
+ENDLESS = "import time, train; from plumbing.errors import run_main; "
 ENDLESS += "train.learning_rate = lambda *_: print('asleep', flush=True) or time.sleep(600); "
-ENDLESS += "run(train.main)"
+ENDLESS += "run_main(train.main)"
 
 
 @pytest.fixture
@@ -251,3 +253,16 @@ def test_a_killed_run_leaves_no_lock(data, out, live):
     live.communicate()
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--overwrite")
     assert finish(start(*words)) and num_logged(out) == 2
+
+
+def test_a_file_system_without_locks(data, out, monkeypatch):
+    """Some network file systems cannot lock a directory: training must not be refused there."""
+
+    def flock(*_):
+        raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS does
+
+    out.mkdir()
+    monkeypatch.setattr(runs.fcntl, "flock", flock)
+    done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 2)
+    assert done.status == 0, done.err
+    assert_saved(out)

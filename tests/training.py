@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from plumbing.data import Example, Step
-from plumbing.jsonl import Rows
+from plumbing.jsonl import JsonlFile
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,10 @@ def random_example(rng: random.Random, block: int) -> Example:
     return Example(random_prompt(rng, prompt + response), prompt, phase=rng.randrange(block))
 
 
-def write(path: Path, rows: list[dict]) -> Rows:
+def write(path: Path, rows: list[dict]) -> JsonlFile:
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), "utf-8")
-    return Rows(path)
+    return JsonlFile(path)
 
 
 class FixedData:

@@ -1,7 +1,7 @@
 """`python -m bench.paper` is `python -m bench.paper.run`."""
 
-from plumbing.errors import run
+from plumbing.errors import run_main
 
 from bench.paper.run import main
 
-run(main)
+run_main(main)

@@ -21,9 +21,9 @@ import random
 import sys
 
 from plumbing.data import Example
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.packing import concatenate, round_up
-from plumbing.rows import Text
+from plumbing.scheduler import Text
 
 import torch
 from torch import Tensor
@@ -70,9 +70,9 @@ def diffusion_layout(
         prefix=torch.where(pos < prompt, pos + 1, block_end),
         doc=torch.full_like(pos, doc),
         target=x[: len(pos)],
-        noisy=torch.zeros(len(pos)),
-        clean=torch.zeros(len(pos)),
-        back=torch.zeros_like(pos),
+        noisy_weight=torch.zeros(len(pos)),
+        clean_weight=torch.zeros(len(pos)),
+        to_clean=torch.zeros_like(pos),
     )
 
     t, masked = noise(example)
@@ -88,9 +88,9 @@ def diffusion_layout(
         prefix=first,
         doc=torch.full_like(pos, doc),
         target=x[following],
-        noisy=torch.where(is_target, weight / t, 0.0),
-        clean=torch.zeros(len(pos)),
-        back=torch.zeros_like(pos),
+        noisy_weight=torch.where(is_target, weight / t, 0.0),
+        clean_weight=torch.zeros(len(pos)),
+        to_clean=torch.zeros_like(pos),
     )
     return concatenate([clean, windows])
 
@@ -232,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

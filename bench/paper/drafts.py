@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 
 from bench import common
 from decode import Answer, Decoder, Options
@@ -135,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -27,10 +27,10 @@ from pathlib import Path
 
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
-from plumbing.errors import UserError, run
+from plumbing.errors import UserError, run_main
 from plumbing.files import atomic_write
-from plumbing.jsonl import Rows
-from plumbing.rows import Text
+from plumbing.jsonl import JsonlFile
+from plumbing.scheduler import Text
 
 import torch
 from tqdm import tqdm
@@ -302,7 +302,7 @@ def make_data(plan: Plan) -> None:
         rows, _ = split(plan.world, plan.train_rows, plan.num_problems)
         atomic_write(path, lambda temporary: write(temporary, rows))
     prompts = {problem["prompt"] for problem in problems_of(plan)[0]}
-    if any(row["prompt"] in prompts for row in Rows(path)):
+    if any(row["prompt"] in prompts for row in JsonlFile(path)):
         raise UserError(f"{path}: contains problems of the test set; move it away")
 
 
@@ -431,4 +431,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

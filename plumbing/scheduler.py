@@ -55,7 +55,7 @@ class Text:
         return kept
 
 
-class Rows:
+class Scheduler:
     """The rows of a cache, a text in each; a row that is done takes the next of `waiting` at once.
 
     A text also says how many positions it needs after its last token: `block`.

@@ -118,8 +118,8 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(data, out, monkeypat
 # ------------------------------------------------------------------------------ kills and damage
 
 # `train.py` in a process that dies, as if killed, while it writes the model.
-DYING = "import os, train, plumbing.files; from plumbing.errors import run; "
-DYING += "plumbing.files.save_file = lambda *_, **__: os._exit(9); run(train.main)"
+DYING = "import os, train, plumbing.files; from plumbing.errors import run_main; "
+DYING += "plumbing.files.save_file = lambda *_, **__: os._exit(9); run_main(train.main)"
 
 
 def test_a_kill_while_the_model_is_written(data, out):
