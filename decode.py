@@ -50,7 +50,9 @@ class Options:
 
     tau: Tau = option(0.95, "accept tokens at least this confident; 1 is plain AR", kind=float)
     metric: str = option(
-        "probability", "of confidence; tau for entropy: nats, 0 is plain AR", choices=METRICS
+        "probability",
+        "measure of confidence; for entropy tau is in nats, 0 is plain AR",
+        choices=METRICS,
     )
     block: int | None = option(None, "masks per forward; None: as the model was trained", least=1)
     block_cache: int | None = option(None, "the paper's block cache, of this many tokens", least=1)
@@ -63,7 +65,7 @@ class Options:
     def __post_init__(self) -> None:
         check_options(self)
         if not callable(self.tau):
-            is_plain_ar(self.tau, self.metric)  # raises for an impossible tau
+            check_tau(self.tau, self.metric)
         if self.verify and self.block_cache:
             raise UserError("verify cannot be combined with block_cache")
 
@@ -83,7 +85,7 @@ class Answer(Text):
         self.read_tau(waiting=0)
 
     @property
-    def in_open_block(self) -> int:
+    def num_in_open_block(self) -> int:
         """Tokens in the cache block that is not full yet; they are fed again at every forward."""
         if self.options.block_cache is None:
             return 0
@@ -96,14 +98,14 @@ class Answer(Text):
             return 0
         if self.options.block_cache is None:
             return self.block
-        room = self.options.block_cache - self.in_open_block
+        room = self.options.block_cache - self.num_in_open_block
         return min(self.block, room - 1)  # no candidate beyond the end of the cache block
 
     def read_tau(self, waiting: int) -> None:
         """Set the tau of the next forward; a function is asked before each one."""
         asked = self.asked_tau
         self.tau = float(asked(waiting) if callable(asked) else asked)
-        is_plain_ar(self.tau, self.options.metric)  # raises for an impossible tau
+        check_tau(self.tau, self.options.metric)
 
     def feed(self, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
         """(token, pos, prefix) of the next forward: see `visible` in model.py.
@@ -137,17 +139,19 @@ def block_of(model: Qwen2, options: Options) -> int:
 # ------------------------------------------------------------------------------------- acceptance
 
 
-def is_plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau plain AR? Decided on tau alone: a probability may round to 1.0."""
+def check_tau(tau: float, metric: str) -> None:
+    """Raise UserError for an impossible tau."""
     if metric not in METRICS:
         raise UserError(f"metric {metric!r}: must be one of {', '.join(METRICS)}")
-    if metric == "entropy":
-        if not tau >= 0:
-            raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
-        return tau == 0
-    if not 0 <= tau <= 1:
+    if metric == "entropy" and not tau >= 0:
+        raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
+    if metric != "entropy" and not 0 <= tau <= 1:
         raise UserError(f"tau {tau}: must be between 0 and 1 for the metric {metric}")
-    return tau == 1
+
+
+def is_plain_ar(tau: float, metric: str) -> bool:
+    """Is this tau plain AR? Decided on tau alone: a probability may round to 1.0."""
+    return tau == 0 if metric == "entropy" else tau == 1
 
 
 def confidences(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
@@ -174,26 +178,28 @@ def accepted_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
 
 
 def choose(logits: Tensor, batch: list[Answer | None], options: Options) -> Tensor:
-    """The best tokens (R, C) of logits (R, C, V); at a temperature T, draws from p^(1/T)."""
+    """The best tokens (R, C) of logits (R, C, V); at temperature T > 0, draws from p^(1/T)."""
     if options.temperature == 0:
         return logits.argmax(-1)
     logits = logits - logits.amax(-1, keepdim=True)  # or a small temperature would overflow
     probs = (logits / options.temperature).softmax(-1)
     noise = torch.ones_like(probs)
     for row, answer in zip(noise, batch):
-        if answer:  # its own generator: no draw depends on a neighbour
-            num_drawn = 1 + (len(answer.guesses) if options.verify else answer.num_masks)
-            row[:num_drawn].exponential_(generator=answer.generator)
+        if answer:
+            # Its own generator, and only the columns that are its own (C is the widest row's): no
+            # draw depends on a neighbour. With verify the columns are AR's, else the candidates'.
+            num_columns = 1 + (len(answer.guesses) if options.verify else answer.num_masks)
+            row[:num_columns].exponential_(generator=answer.generator)
     return (probs / noise).argmax(-1)  # argmax(p / Exp(1)) is a draw from p
 
 
 def propose(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple[Tensor, Tensor]:
     """Candidates (R, C) and how many of each row pass (R,), from logits (R, C, V).
 
-    At a temperature T every candidate is drawn from p^(1/T) of its own position, independently of
+    At temperature T > 0 every candidate is drawn from p^(1/T) of its own position, independently of
     the others, and its confidence is taken at T = 1, as in the paper's code. So with several tokens
-    per forward the text is NOT a sample of the AR distribution. With `verify` it is; there a guess
-    is the best token at any temperature.
+    per forward the text is NOT a sample of the AR distribution. With `verify` the text is such a
+    sample: there candidates only become guesses, each the most likely token at any temperature.
     """
     candidates = logits.argmax(-1) if options.verify else choose(logits, batch, options)
     if candidates.size(1) == 1:  # the first candidate always passes
@@ -213,8 +219,6 @@ def logits_at(model: Qwen2, hidden: Tensor, columns: Tensor) -> Tensor:
     """
     columns = columns.clamp(max=hidden.size(1) - 1)
     picked = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.size(-1)))
-    if picked[..., 0].isnan().any():  # the last norm spreads a NaN to every feature
-        raise UserError("the model computes NaN: are its weights damaged?")
     return model.logits(picked.flatten(0, 1)).unflatten(0, columns.shape)
 
 
@@ -251,7 +255,7 @@ class Decoder(Scheduler):
     """The loop for many rows: append to `waiting` at any time; each `step` is one forward."""
 
     def __init__(self, model: Qwen2, answers: list[Answer], options: Options, rows=8, longest=0):
-        """longest: an upper bound, prompt and answer, of texts appended to `waiting` later."""
+        """longest: an upper bound on prompt plus answer, for texts appended later."""
         self.model = model
         self.options = options
         self.widest = widest_feed(options, block_of(model, options))
@@ -272,19 +276,23 @@ class Decoder(Scheduler):
     def step(self) -> list[tuple[Answer, list[int]]]:
         """Prefill waiting prompts if rows are free, else advance the rows; [] if all are done."""
         admitted = self.admit()
-        if self.rows[admitted]:
-            return self.forward(self.rows[admitted], admitted)
+        if self.rows[admitted]:  # at least one row
+            return self.forward(self.rows[admitted], admitted, is_prefill=True)
         live = [answer for answer in self.rows if answer and not answer.done]
         if not live:
             return []
         self.clear_done()
-        ready = [answer for answer in live if answer.in_open_block]
-        if not ready:  # without block_cache always; with it when every row's block is full
+        # The paper's policy: a row whose cache block is full waits until all are. Without
+        # block_cache no row waits.
+        ready = [answer for answer in live if answer.num_in_open_block > 0]
+        if not ready:
             ready = live
         batch = [answer if answer in ready else None for answer in self.rows]
         return self.forward(batch, slice(None))
 
-    def forward(self, batch: list[Answer | None], where: slice) -> list[tuple[Answer, list[int]]]:
+    def forward(
+        self, batch: list[Answer | None], where: slice, is_prefill: bool = False
+    ) -> list[tuple[Answer, list[int]]]:
         """One forward of the cache's rows `where`; a row that is None in `batch` is idle."""
         mask_id = self.model.config.mask_token_id
         feeds = []
@@ -299,20 +307,19 @@ class Decoder(Scheduler):
             num_real.append(len(answer.ids) - num_cached)
 
         width = max(map(len, feeds))
-        is_prefill = where != slice(None)
         if self.options.compile and not is_prefill and width > 1:
-            width = self.widest  # one graph for all steps
+            width = self.widest  # only two widths to compile: 1 (plain AR) and this
         padding = (mask_id, 0, 1)  # sees slot 0: a softmax over nothing would be NaN
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
         tokens, pos, prefix = torch.tensor(padded, device=self.model.device).unbind(-1)  # (R, T)
-        last = torch.tensor(num_real, device=tokens.device)[:, None] - 1
-        last = last.clamp(min=0)  # an idle row has no real token
+        last_column = torch.tensor(num_real, device=tokens.device)[:, None] - 1  # (R, 1)
+        last_column = last_column.clamp(min=0)  # an idle row has no real token
         with attention.fast_for_one(self.model, tokens):
             self.cache.reserve(width, where)
             mask = self.cache.mask(pos, prefix)
-            forward = self.prefill if is_prefill else self.advance
-            hidden = forward(tokens, pos, mask)
-            decisions = self.decide(hidden, last, batch)
+            run_model = self.prefill if is_prefill else self.advance
+            hidden = run_model(tokens, pos, mask)
+            decisions = self.decide(hidden, last_column, batch)
 
         # committed += real tokens fed - tokens of the open cache block + guesses that hold.
         # The rest is scratch: masks, guesses that fail, the open block's tokens.
@@ -321,7 +328,7 @@ class Decoder(Scheduler):
             if answer is None:
                 counts.append(0)
             else:
-                counts.append(real - answer.in_open_block + decision.num_held)
+                counts.append(real - answer.num_in_open_block + decision.num_held)
         self.cache.commit(counts)
         news = []
         for answer, decision in zip(batch, decisions):
@@ -330,36 +337,42 @@ class Decoder(Scheduler):
                 news.append((answer, answer.take(decision.tokens, width)))
         return news
 
-    def decide(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[Decision]:
-        """Accept what passes tau. hidden: (R, T, D); last (R, 1): the last real token's column."""
+    def decide(
+        self, hidden: Tensor, last_column: Tensor, batch: list[Answer | None]
+    ) -> list[Decision]:
+        """Accept what passes tau. hidden (R, T, D); last_column (R, 1): of the last real token."""
         if self.options.verify:
-            return self.check(hidden, last, batch)
+            return self.check(hidden, last_column, batch)
         num_candidates = 1 + max(answer.num_masks for answer in batch if answer)
-        columns = last + torch.arange(num_candidates, device=last.device)
+        columns = last_column + torch.arange(num_candidates, device=hidden.device)
         logits = logits_at(self.model, hidden, columns)
         candidates, counts = propose(logits, batch, self.options)
-        rows = torch.cat([counts[:, None], candidates], dim=1).tolist()  # one copy to the host
-        return [Decision(tokens[:count], [], 0) for count, *tokens in rows]
+        fetched = torch.cat([counts[:, None], candidates], dim=1).tolist()  # one copy to the host
+        return [Decision(tokens[:count], [], 0) for count, *tokens in fetched]
 
-    def check(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[Decision]:
+    def check(
+        self, hidden: Tensor, last_column: Tensor, batch: list[Answer | None]
+    ) -> list[Decision]:
         """Accept the guesses that AR agrees with and AR's next token: see lossless.py."""
         guesses = [answer.guesses if answer else [] for answer in batch]
         num_guesses = [len(tokens) for tokens in guesses]
         num_masks = [answer.num_masks if answer else 0 for answer in batch]
         num_ar = 1 + max(num_guesses)
-        columns = last + torch.arange(num_ar, device=last.device)
+        columns = last_column + torch.arange(num_ar, device=hidden.device)
         ar_tokens = choose(logits_at(self.model, hidden, columns), batch, self.options)
         held = lossless.count_held(ar_tokens, guesses)
 
-        columns = lossless.candidate_columns(last, num_guesses, num_masks, held)
+        columns = lossless.candidate_columns(last_column, num_guesses, num_masks, held)
         logits = logits_at(self.model, hidden, columns)
         candidates, counts = propose(logits, batch, self.options)
-        rows = torch.cat([held, counts[:, None], ar_tokens, candidates], dim=1).tolist()
+        fetched = torch.cat([held, counts[:, None], ar_tokens, candidates], dim=1).tolist()
         decisions = []
-        for num_held, num_passed, *tokens in rows:
+        for num_held, num_passed, *tokens in fetched:
             ar_row, candidate_row = tokens[:num_ar], tokens[num_ar:]
             accepted = ar_row[: num_held + 1]
-            new_guesses = candidate_row[1:num_passed]  # the first is AR's token, just accepted
+            new_guesses = candidate_row[
+                1:num_passed
+            ]  # the first is where AR's own token stands now
             decisions.append(Decision(accepted, new_guesses, num_held))
         return decisions
 

@@ -5,8 +5,10 @@ not committed afterwards (masks, rejected guesses) is scratch: later forwards ov
 mask shows it to them. So rejecting tokens costs nothing, and rewinding a row is setting its length.
 
     slot     0 1 2 3 4 5 6 7 8 9 ...
-    row 0    p p p p a a M M M           length 4, five positions written: accepted tokens, masks
-    row 1    p p p p p p a M M M M       length 6, five written; commit([2, 1]): lengths 6 and 7
+    row 0    p p p p a a M M M           length 4; five positions are written
+    row 1    p p p p p p a M M M .       length 6; commit([2, 1]) makes the lengths 6 and 7
+
+(p: in the cache already, a: accepted last time, M: one of B = 3 masks, .: padding)
 """
 
 from plumbing.errors import UserError
@@ -34,7 +36,7 @@ class KVCache:
         self.layers: list[tuple[Tensor, Tensor]] = []
         shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
         for _ in range(config.num_hidden_layers):
-            keys = torch.zeros(shape, device=device, dtype=dtype)  # not empty: 0 * NaN is NaN
+            keys = torch.zeros(shape, device=device, dtype=dtype)  # torch.empty may hold NaN
             values = torch.zeros(shape, device=device, dtype=dtype)
             self.layers.append((keys, values))
 
@@ -60,9 +62,9 @@ class KVCache:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
         Slots below a position's prefix hold clean tokens, each in the slot of its position. The
-        masks of a window are neighbours: its first is pos - prefix slots to the left. (Of a clean
-        token pos - prefix is -1, so its window is empty.) Everything else is other windows,
-        padding, or scratch.
+        masks of a window are in adjacent slots, so the window starts pos - prefix slots to the left
+        of the mask's own slot. (For a clean token pos - prefix is -1: its window would start after
+        itself, so it is empty.) All other slots hold other windows, padding or scratch.
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]

@@ -15,7 +15,7 @@ up to g1. Its first mask stands in the place of y and predicts the token after y
 
 Why this is exact: x, g1 and g2 see the tokens before them and never a mask, so the output at x is
 what AR says after x. If that is g1, the output at g1 is what AR says next, and so on, up to the
-first guess that AR disagrees with. Every forward gives at least one token. At a temperature AR's
+first guess that AR disagrees with. Every forward gives at least one token. At temperature > 0 AR's
 token is a draw, and a guess holds if it equals that draw: the samples have AR's distribution.
 
 How good the guesses are decides the speed, never the text. Guesses that hold are already in their
@@ -42,28 +42,28 @@ def mask_groups(end: int, num_guesses: int, num_masks: int) -> list[tuple[int, i
     return masks
 
 
-def count_held(said: Tensor, guesses: list[list[int]]) -> Tensor:
+def count_held(ar_tokens: Tensor, guesses: list[list[int]]) -> Tensor:
     """How many of each row's guesses hold (R, 1), given AR's tokens (R, C) after x, g1, g2, ...
 
     A guess holds if it is AR's token and all guesses before it hold.
     """
-    no_guess = [-1] * said.size(1)
-    padded = [(tokens + no_guess)[: said.size(1)] for tokens in guesses]
-    holds = said == torch.tensor(padded, device=said.device)
+    no_guess = [-1] * ar_tokens.size(1)
+    padded = [(tokens + no_guess)[: ar_tokens.size(1)] for tokens in guesses]
+    holds = ar_tokens == torch.tensor(padded, device=ar_tokens.device)
     return holds.long().cumprod(-1).sum(-1, keepdim=True)
 
 
 def candidate_columns(
-    last: Tensor, num_guesses: list[int], num_masks: list[int], held: Tensor
+    last_column: Tensor, num_guesses: list[int], num_masks: list[int], held: Tensor
 ) -> Tensor:
     """The columns of each row's feed that predict the next candidates: (R, 1 + max(num_masks)).
 
     The first is predicted by the last token that holds, the others by the group of masks that saw
-    exactly the guesses that hold. last (R, 1) is the column of x; held (R, 1) counts the guesses
+    exactly the guesses that hold. last_column (R, 1) is that of x; held (R, 1) counts the guesses
     that hold.
     """
-    guesses = torch.tensor(num_guesses, device=last.device)[:, None]
-    masks = torch.tensor(num_masks, device=last.device)[:, None]
-    first_mask = last + 1 + guesses + held * masks
-    window = torch.arange(max(num_masks), device=last.device)
-    return torch.cat([last + held, first_mask + window], dim=1)
+    guesses = torch.tensor(num_guesses, device=last_column.device)[:, None]
+    masks = torch.tensor(num_masks, device=last_column.device)[:, None]
+    first_mask = last_column + 1 + guesses + held * masks
+    window = torch.arange(max(num_masks), device=last_column.device)
+    return torch.cat([last_column + held, first_mask + window], dim=1)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from plumbing.chat import MASK, Chat
 from plumbing.errors import UserError
-from plumbing.files import check_shapes, locate, read_json, read_tensors
+from plumbing.files import check_shapes, read_json, read_tensors
+from plumbing.hub import locate
 
 import torch
 import torch.nn.functional as F
@@ -51,10 +52,11 @@ class Config:
         """Raise ValueError for impossible values."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is int and not (isinstance(value, int) and value > 0):
+            is_count = field.type is int or (field.name == "block_size" and value is not None)
+            if is_count and not (isinstance(value, int) and value > 0):
                 raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
-        if self.block_size is not None and self.block_size < 1:
-            raise ValueError(f"block_size {self.block_size!r}: must be a whole number above 0")
+            if field.type is float and not isinstance(value, int | float):
+                raise ValueError(f"{field.name} {value!r}: must be a number")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError("hidden_size must be a multiple of 2 * num_attention_heads")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -92,7 +94,7 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     """
     k_is_mask = k_prefix <= k_pos
     in_prefix = ~k_is_mask & (k_pos < q_prefix)
-    in_window = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)
+    in_window = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)  # of a clean q: never
     return (q_doc == k_doc) & (in_prefix | in_window)
 
 
@@ -223,8 +225,8 @@ class Qwen2(nn.Module):
 
         For training, where `function` computes the logits of N hidden states: all of them at once
         would need more memory than everything else together. The backward pass computes each
-        chunk's logits again, except the last chunk's, which it needs first. (A method, because FSDP
-        gathers the head for a model's methods.)
+        chunk's logits again, except the last chunk's, which it needs first. (A method, so that
+        plumbing/processes.py can register it: FSDP then gathers the head once for all chunks.)
         """
         num_chunks = math.ceil(len(tensors[0]) * self.config.vocab_size / LOGITS_AT_A_TIME)
         chunks = list(zip(*(tensor.chunk(max(1, num_chunks)) for tensor in tensors)))
@@ -278,7 +280,8 @@ def parse_config(raw: dict) -> Config:
     require("model_type", raw.get("model_type"), "qwen2", "a2d-qwen2")  # a2d: the MARS paper's
     require("hidden_act", raw.get("hidden_act", "silu"), "silu")
     require("rope_type", rope_type, "default")
-    require("sliding-window attention", uses_sliding_window(raw), False)
+    if uses_sliding_window(raw):
+        raise ValueError("sliding-window attention is not supported")
 
     raw = dict(raw)
     if "rope_theta" in rope:  # where transformers 5 writes it

@@ -8,8 +8,8 @@ repeats the response with every token replaced by `<|mask|>`, and sees what a de
 clean tokens before its block, and the masks of its block so far. Logits stay right-shifted in both.
 
 What is unusual here:
-  * the noisy stream holds response positions only, [clean ; masks]. The loss is the paper's, whose
-    noisy stream repeats the prompt unmasked: those positions equal the clean ones;
+  * the noisy stream holds response positions only: [clean ; masks]. The paper's also repeats the
+    prompt, unmasked, which computes clean positions a second time; the loss is the same;
   * the block grid has a random phase per example and epoch, so that every token is learnt at every
     look-ahead (`--block-phase fixed` starts every block at a multiple of B, as in the paper);
   * every target is weighted relative to the whole step, so the loss does not depend on how a step
@@ -35,7 +35,7 @@ from plumbing.attention import attend_flex, block_mask, can_use_flex
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
-from plumbing.files import locate
+from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate, grouped, packed, round_up
 from plumbing.runs import Run, identity
@@ -60,14 +60,14 @@ class Batch(NamedTuple):
     target: Tensor  # the next token
     noisy_weight: Tensor  # of this position's cross-entropy in the noisy loss
     clean_weight: Tensor  # and in the clean loss
-    to_clean: Tensor  # of a mask: how many columns back the clean token of its position is; else 0
+    columns_back: Tensor  # of a mask: to the clean token at the same position; else 0
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(field.to(device) for field in self))
 
 
 PADDING = Batch(
-    tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0, to_clean=0
+    tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0, columns_back=0
 )
 
 
@@ -91,7 +91,7 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
         target=x[1:],
         noisy_weight=weight * predicts_first,
         clean_weight=weight * predicts_response,
-        to_clean=torch.zeros_like(pos),
+        columns_back=torch.zeros_like(pos),
     )
     if block_size is None:
         return clean_stream._replace(noisy_weight=torch.zeros_like(clean_stream.clean_weight))
@@ -107,7 +107,7 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
         target=x[prompt + 1 :],
         noisy_weight=torch.full(mask_pos.shape, weight),
         clean_weight=torch.zeros(mask_pos.shape),
-        to_clean=torch.full_like(mask_pos, len(mask_pos)),
+        columns_back=torch.full_like(mask_pos, len(mask_pos)),
     )
     return concatenate([clean_stream, mask_stream])
 
@@ -180,6 +180,11 @@ def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
     return model(batch.tokens, batch.pos, dense_mask(batch))
 
 
+def positions_with_target(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Their (row, column) indices."""
+    return (batch.noisy_weight + batch.clean_weight).nonzero(as_tuple=True)
+
+
 def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, Tensor]:
     """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss.
 
@@ -196,15 +201,14 @@ def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, T
         with torch.no_grad():
             probs = model.logits(teacher[is_mask]).softmax(-1)
         log_probs = logits[is_mask].log_softmax(-1).clamp(min=-1e4)  # <|mask|>: 0 * -inf is NaN
+        # clean positions keep the hard loss
         return hard.masked_scatter(is_mask, -(probs * log_probs).sum(-1))
 
     hidden = hidden_states(model, batch)
-    at = (batch.noisy_weight + batch.clean_weight).nonzero(
-        as_tuple=True
-    )  # the positions that have a target
-    row, column = at
+    at = positions_with_target(batch)
     if distill:
-        back = batch.to_clean[at]
+        row, column = at
+        back = batch.columns_back[at]
         teacher = hidden.detach()[row, column - back]
         each = model.in_chunks(distilled, hidden[at], batch.target[at], back > 0, teacher)
     else:
@@ -233,7 +237,7 @@ def look_ahead(model: Qwen2, held_out: list[Batch]) -> list[float]:
         batch = batch.to(model.device)
         is_mask = batch.prefix <= batch.pos
         ahead = torch.where(is_mask, batch.pos - batch.prefix + 2, 1)
-        at = (batch.noisy_weight + batch.clean_weight).nonzero(as_tuple=True)
+        at = positions_with_target(batch)
         best = model.in_chunks(best_token, hidden_states(model, batch)[at])
         is_right = (best == batch.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
@@ -257,7 +261,7 @@ def share_done(args: argparse.Namespace, step: int, consumed: int, num_rows: int
     """Fraction of the run that is done: of --steps if given, else of the rows of all epochs."""
     if args.steps:
         return step / args.steps
-    return consumed / (args.epochs * num_rows)
+    return min(1.0, consumed / (args.epochs * num_rows))  # the last step may take a few rows more
 
 
 def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.dtype) -> int:
@@ -357,7 +361,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
     add("--block", type=number(int, 1), default=4, help="B, the number of masks in a window")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
-    add("--ar-weight", type=number(float, 0), default=1.0, help="weight of the clean loss")
+    add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
     flag("--distill", help="masks learn what the clean stream predicts")
     add("--normalization", choices=("sequence", "token"), default="sequence", help="how to average")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files right in it
-    "model.py": 350,
-    "kv_cache.py": 90,
-    "decode.py": 400,
+    "model.py": 380,
+    "kv_cache.py": 100,
+    "decode.py": 450,
     "lossless.py": 140,
-    "train.py": 430,
-    "plumbing": 1200,
+    "train.py": 440,
+    "plumbing": 1800,
     "apps": 180,
     "bench": 1300,
     "bench/paper": 1314,
 }
-PLUMBING_FILE = 175  # lines of any file in plumbing/
+PLUMBING_FILE = 190  # lines of any file in plumbing/
 WITHOUT_BUDGET = ["toy"]
 
 OURS = {"plumbing", "kv_cache", "model", "lossless", "decode", "train", "toy", "apps", "bench"}

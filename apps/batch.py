@@ -2,8 +2,8 @@
 
     python -m apps.batch prompts.jsonl --rows 8 > answers.jsonl
 
-If the first line is a JSON object, all lines must be: with a `prompt` or `messages` and, if you
-like, an `id` and a `tau`. Otherwise every line is a prompt as it stands. The output has a JSON
+If the first line is a JSON object, all lines must be objects with a `prompt` or `messages`, and
+optionally an `id` and a `tau`. Otherwise every line is a prompt as it stands. The output has a JSON
 object for every prompt, in the same order. It is training data for train.py.
 """
 
@@ -11,66 +11,17 @@ import json
 import sys
 import time
 from collections import deque
-from pathlib import Path
 
 from plumbing.arguments import Parser, number, path, read_options
 from plumbing.chat import Chat
-from plumbing.data import Unusable, encode
+from plumbing.data import Unusable
 from plumbing.errors import UserError, run_main
+from plumbing.prompts import encode_prompt, read_rows
 from plumbing.terminal import note, statistics
 
 from tqdm import tqdm
 
-from decode import Answer, Decoder, Options, is_plain_ar, load_for_decoding
-
-
-def read_rows(file: Path) -> dict[int, dict]:
-    """What each line asks for, by line number; blank lines are left out."""
-    rows = {}
-    is_jsonl = False
-    for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            text = line.decode("utf-8-sig").strip()
-        except UnicodeDecodeError:
-            raise UserError(f"{file}:{line_number}: not UTF-8") from None
-        if not text:
-            continue
-        row = parse(text)
-        if not rows:
-            is_jsonl = isinstance(row, dict)
-            if row is None and text[0] in '{["':
-                note(f"{file}:{line_number}: not JSON, so every line is a prompt as it stands")
-        if isinstance(row, dict) != is_jsonl or isinstance(row, list | str):
-            message = "either every line is a JSON object, or every line is plain text"
-            raise UserError(f"{file}:{line_number}: {message}")
-        rows[line_number] = row if is_jsonl else {"prompt": text}
-    if not rows:
-        raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
-    return rows
-
-
-def parse(text: str) -> object:
-    """The content of a line of JSON, None for any other line."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def encode_prompt(row: dict, chat: Chat) -> list[int]:
-    """Token ids of a prompt. The rules are those of training, which may read the output."""
-    example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
-    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-    if not all(isinstance(m.get("role"), str) and m["role"].strip() for m in messages):
-        raise Unusable("a message without a role")
-    if messages[-1]["role"] == "assistant":
-        raise Unusable("the last message is the assistant's")
-    if not messages[-1]["content"].strip():
-        raise Unusable("a blank prompt")
-    tau = row.get("tau")
-    if tau is not None and type(tau) not in (int, float):  # true is an int, too
-        raise Unusable("tau must be a number")
-    return example.tokens[: example.prompt]
+from decode import Answer, Decoder, Options, check_tau, load_for_decoding
 
 
 def answer_all(decoder: Decoder, requests: list[tuple[dict, Answer]], chat: Chat) -> None:
@@ -107,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     options = read_options(args, Options)
     if args.tau_busy is not None:
-        is_plain_ar(args.tau_busy, options.metric)  # raises for a tau that cannot be
+        check_tau(args.tau_busy, options.metric)
         options.tau = lambda waiting: args.tau_busy if waiting else args.tau
     rows = read_rows(args.file)
     model, chat = load_for_decoding(args)

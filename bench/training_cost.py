@@ -25,7 +25,7 @@ from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
-from plumbing.files import locate
+from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate
 from plumbing.processes import peak_memory
@@ -49,7 +49,7 @@ def two_streams(example: Example, mask_id: int, weight: float) -> Batch:
         prefix=(pos + example.phase) // BLOCK * BLOCK - example.phase,
         noisy_weight=clean.clean_weight,
         clean_weight=torch.zeros_like(clean.clean_weight),
-        to_clean=torch.full_like(pos, len(pos)),
+        columns_back=torch.full_like(pos, len(pos)),
     )
     return concatenate([clean, noisy])
 

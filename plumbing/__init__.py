@@ -19,8 +19,10 @@ def is_own_command() -> bool:
     """Was a script of this project started, and not a program that imports it?"""
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if main_file is None:
-        return sys.argv[0] == "-m"  # `python -m apps.chat` imports the package first
-    return Path(main_file).resolve().parent == Path(__file__).resolve().parent.parent
+        return False
+    root = Path(__file__).resolve().parent.parent
+    folders = Path(main_file).resolve().parents
+    return folders[0] == root or root / "apps" in folders or root / "bench" in folders
 
 
 # Importing torch takes seconds. Ctrl-C ends that quietly; errors.run_main gives it back to Python.

@@ -82,7 +82,7 @@ def read_options(args: argparse.Namespace, options: type) -> object:
 
 
 def check_options(options: object) -> None:
-    """The ranges again, for those who make a dataclass of options in Python."""
+    """Check the ranges of options that were built in Python."""
     for field in dataclasses.fields(options):
         least, below = field.metadata["least"], field.metadata["below"]
         value = getattr(options, field.name)

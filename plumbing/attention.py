@@ -72,8 +72,8 @@ def lay_out_by_columns(model: nn.Module) -> None:
     """On a CPU in float32: store matrices with more rows than columns by columns.
 
     A forward of one position is a product with one vector, for which torch reads tall matrices
-    faster so. Shapes and values stay the same. A model in training is left alone: its optimizer
-    pairs weights and moments by their layout.
+    faster in this layout. Shapes and values stay the same. A model in training is left alone: its
+    optimizer pairs weights and moments by their layout.
     """
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return
@@ -117,10 +117,10 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
 
 
 def block_mask(visible: Callable, pos: Tensor, prefix: Tensor, doc: Tensor) -> BlockMask:
-    """The mask rule `visible` on all pairs of positions (B, T), for `attend_flex`."""
+    """The mask rule `visible` on all pairs of positions (R, T), for `attend_flex`."""
 
     def mask_mod(b, head, q, k):
         return visible(pos[b, q], prefix[b, q], doc[b, q], pos[b, k], prefix[b, k], doc[b, k])
 
-    B, T = pos.shape
-    return create_block_mask(mask_mod, B, None, T, T, device=pos.device)
+    R, T = pos.shape
+    return create_block_mask(mask_mod, R, None, T, T, device=pos.device)

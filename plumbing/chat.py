@@ -65,10 +65,13 @@ class Chat:
     def prompt(self, messages: list[dict]) -> str:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
         try:
-            return self._render(messages=messages, add_generation_prompt=True)
+            text = self._render(messages=messages, add_generation_prompt=True)
         except Exception as error:  # the template is somebody's program: it may fail in any way
             reason = first_line(error)
             raise UserError(f"the chat template refuses this conversation: {reason}") from None
+        if not text:
+            raise UserError("the chat template makes an empty text of this conversation")
+        return text
 
     def encode(self, text: str) -> list[int]:
         try:

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from .errors import UserError, describe
+from .errors import UserError
 from .files import atomic_write, read_json, write_json
 from .processes import leads, together
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
-KEPT = 2  # checkpoints: the newest, and one in case that is damaged
+KEPT = 2  # checkpoints: the newest, and a spare in case it is damaged
 PROGRESS = {"step", "consumed", "skipped", "finished", "run"}
 DAMAGED = "damaged; delete it to resume from the one before"
 
@@ -36,7 +36,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.replaced: list[Path] = []  # of the run before, deleted when this one has its first
+        self.replaced: list[Path] = []  # the previous run's, deleted once this run has one
 
     def paths(self) -> list[Path]:
         return sorted(self.directory.glob("step-" + 8 * "[0-9]"))
@@ -61,15 +61,16 @@ class Checkpoints:
                     atomic_write(
                         temporary / "progress.json", lambda file: write_json(file, progress)
                     )
-                    self.remove(self.replaced)
-                    self.replaced = []
+                    self.remove([old for old in self.replaced if old == path])
                     temporary.rename(path)
+                    self.remove([old for old in self.replaced if old != path])
+                    self.replaced = []
                     self.remove(self.paths()[:-KEPT])
             except BaseException as error:
                 is_full = shutil.disk_usage(self.directory.parent).free < 2**20
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
-                if is_full and isinstance(error, Exception):  # torch does not say so
-                    raise OSError(f"no space left on device: {describe(error)}") from None
+                if is_full and not isinstance(error, KeyboardInterrupt):  # torch does not say so
+                    raise OSError("no space left on device") from None
                 raise
 
     def remove(self, paths: list[Path]) -> None:
@@ -139,6 +140,8 @@ def refuse_programs(checkpoint: Path) -> None:
 
     torch reads .metadata, and entries that are not tensors, as pickles, and these can run code.
     """
+    if not (checkpoint / ".metadata").exists():
+        raise UserError(f"{checkpoint}: {DAMAGED}")
     for path in checkpoint.glob("*.metadata"):
         try:
             with open(path, "rb") as file:

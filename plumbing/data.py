@@ -40,7 +40,7 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
     except UserError:
         raise Unusable("refused by the chat template or the tokenizer") from None
     for message in messages[:-1]:
-        if message["content"].strip() not in text:  # Qwen2.5's template does so with some roles
+        if message["content"].strip() not in text:  # Qwen2.5's template drops some roles
             raise Unusable("a turn that the chat template drops")
     if not response:
         raise Unusable("an empty response")
@@ -57,7 +57,7 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
 def usable_messages(row: dict) -> list[dict]:
     """The conversation up to the last assistant turn; Unusable if there is none."""
     messages = row.get("messages")
-    if messages is None and "prompt" in row:
+    if messages is None and "prompt" in row and "response" in row:
         messages = [{"role": "user", "content": row["prompt"]}]
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise Unusable("neither messages nor prompt and response")

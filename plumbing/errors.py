@@ -66,6 +66,6 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Torch has an exception of its own on a GPU only."""
+    """Only on a GPU does torch raise an exception type of its own."""
     text = f"{type(error).__name__}: {first_line(error)}".lower()
     return re.search("memoryerror|out of ?memory|allocate memory", text) is not None

@@ -1,9 +1,8 @@
-"""Files: JSON, checkpoints on disk and on the hub, and writing that leaves the old or the new."""
+"""Files: JSON, checkpoints on disk and on the hub, and all-or-nothing writes."""
 
 import contextlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -32,45 +31,6 @@ def read_json(path: Path) -> dict:
     return content
 
 
-FILES = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-]
-
-
-def locate(name: str) -> Path:
-    """The directory `name`, or a hub repository: downloaded unless it is in the hub's cache.
-
-    Cache, progress bar, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are huggingface_hub's.
-    """
-    if name and len(name) < 1000 and Path(name).is_dir():
-        return Path(name)
-    if not re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", name):
-        raise UserError(f"{name[:200]!r}: no such directory, and not a hub id (org/name)")
-    from huggingface_hub import constants, errors, snapshot_download  # slow; needed only here
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
-    except errors.GatedRepoError:
-        reason = "asks for its terms to be accepted on its page; then set HF_TOKEN"
-    except errors.RepositoryNotFoundError:
-        reason = "has no such model, or it is private and HF_TOKEN may not read it"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
-        reason = "does not answer, and nothing complete was downloaded before"
-        if constants.HF_HUB_OFFLINE:
-            reason = "is not asked (HF_HUB_OFFLINE), and nothing complete was downloaded before"
-    except Exception as error:  # a proxy, a full disk, a file that changed on the way: many types
-        reason = f"says: {describe(error)}"
-    raise UserError(f"{name}: no such directory in {Path.cwd()}; the hub {reason}")
-
-
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards in its index, straight to `device`."""
     tensors = {}
@@ -79,6 +39,8 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
             with safe_open(path, framework="pt", device=str(device)) as shard:
                 for name in shard.keys():
                     tensors[name] = shard.get_tensor(name).to(dtype)
+                    if not tensors[name].sum().isfinite():  # quicker than to look at each number
+                        raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
         except FileNotFoundError:
             hint = "to start without weights: train.py --from-scratch"
             raise UserError(f"{path}: no such file ({hint})") from None
@@ -96,8 +58,10 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if whole.exists() or not index.exists():
         return [whole]
-    names = dict(read_json(index).get("weight_map") or {}).values()
-    return sorted({directory / str(name) for name in names})
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: has no weight_map")
+    return sorted({directory / str(name) for name in weight_map.values()})
 
 
 def check_shapes(directory: Path, expected: Mapping, found: Mapping) -> None:
@@ -164,7 +128,7 @@ def save(
     weights: Mapping[str, Tensor],
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a directory that `load` and transformers read, and any server of such models.
+    """Write a directory that `load`, transformers and any server of such models can read.
 
     config: the content of config.json; chat: a `Chat`; weights: a whole state_dict.
     """

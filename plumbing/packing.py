@@ -1,4 +1,4 @@
-"""Sequences of unequal length as few rectangular forwards: packed into rows, or grouped."""
+"""Pack sequences of unequal length into few rectangular forwards."""
 
 from typing import NamedTuple
 

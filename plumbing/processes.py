@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from .errors import UserError, first_line
+from .errors import UserError, describe
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -57,10 +57,13 @@ def together(failure: str = "") -> Iterator[None]:
         yield
     except UserError as error:
         message = str(error)
-    except (OSError, RuntimeError, CheckpointException) as error:
+    except CheckpointException as error:
+        last_line = str(error).strip().splitlines()[-1]  # the first one only names the processes
+        message = f"{failure} ({last_line})"
+    except (OSError, RuntimeError) as error:
         if not failure:
             raise
-        message = f"{failure} ({first_line(error)})"
+        message = f"{failure} ({describe(error)})"
     if dist.is_initialized():
         messages = [None] * dist.get_world_size()
         dist.all_gather_object(messages, message)
@@ -127,7 +130,7 @@ def largest(number: int, device: torch.device) -> int:
 
 
 def wait_for_all() -> None:
-    """The process that hosts the meeting place of all must not end first."""
+    """The process that hosts the rendezvous must not end first."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -141,7 +144,7 @@ def clip_gradients(model: nn.Module, most: float) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB that torch had allocated on a GPU at most, or this process on a Linux CPU; else 0."""
+    """Peak GiB allocated by torch on a GPU, or used by this process on Linux; else 0."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     try:

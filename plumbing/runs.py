@@ -1,10 +1,8 @@
 """The directory of a training run: who may write it, its log and progress bar, and how it stops."""
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import weakref
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from .errors import UserError
 from .files import atomic_write, remove_leftovers, save
 from .jsonl import JsonlFile
 from .processes import largest, leads, say, together
+from .signals import StopSignal
 
 try:
     import fcntl
@@ -69,9 +68,11 @@ class Run:
         self.unlock = weakref.finalize(self, os.close, lock)  # at the latest, when this is deleted
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             message = f"--out {self.out}: another run is writing there; choose another"
             raise UserError(message) from None
+        except OSError:  # some network file systems cannot lock a directory
+            pass
 
     def _resumable(self, resume: bool, overwrite: bool) -> dict | None:
         newest = self.checkpoints.newest()
@@ -112,6 +113,7 @@ class Run:
         if not self.found:
             self.checkpoints.replaced = self.checkpoints.paths()
             return open(self.new_log if log.exists() else log, "w")
+        self.new_log.unlink(missing_ok=True)  # of a run that died before its first checkpoint
         kept = []
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         try:
@@ -164,14 +166,14 @@ class Run:
         return largest(self.stop_signal.number, device)
 
     def __exit__(self, *exception: object) -> None:
-        """Whatever ended the run, say what there is."""
+        """Whatever ended the run, say what was saved."""
         self.stop_signal.restore()
         self.bar.close()
         if leads():
             self.log_file.close()
         if self.skipped:
             say(f"skipped rows: {reasons(self.skipped)}")
-        what = f"the model of step {self.saved_step}" if self.saved_step else "no model yet"
+        what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"
         say(f"{self.step} steps; {self.out} holds {what}")
         if self.unlock:
             self.unlock()
@@ -186,29 +188,3 @@ def refuse_unwritable(out: Path) -> None:
         raise UserError(f"--out {out}: cannot be written to ({existing} is a file)")
     if not os.access(existing, os.W_OK):
         raise UserError(f"--out {out}: cannot be written to (no permission in {existing})")
-
-
-class StopSignal:
-    """Ctrl-C, SIGTERM and a hang-up: the first asks to stop after the step, the second is at once.
-
-    With several processes every one only asks, for torchrun itself sends two.
-    """
-
-    def __init__(self):
-        self.number = 0
-        self.former = {}
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number and signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                self.former[number] = signal.signal(number, self._remember)
-
-    def _remember(self, number: int, frame: object) -> None:
-        self.number = number
-        if "LOCAL_RANK" not in os.environ:
-            self.restore()
-        with contextlib.suppress(RuntimeError):  # the signal came in the middle of a print
-            say("stopping after this step")
-
-    def restore(self) -> None:
-        for number, handler in self.former.items():
-            signal.signal(number, handler)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
-from os.path import commonprefix  # of any two lists
+from os.path import commonprefix  # works on lists, too
 
 from .errors import UserError
 

@@ -1,4 +1,9 @@
+"""Tests run side by side (pytest -n auto): one thread each, also in the programs they start."""
+
+import os
 import random
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from plumbing.chat import Chat
 
@@ -8,7 +13,7 @@ from common import BASE, save_model, tiny_model
 
 from model import add_mask_token
 
-torch.set_num_threads(1)  # tiny models: threads only get in each other's way
+torch.set_num_threads(1)
 
 
 @pytest.fixture

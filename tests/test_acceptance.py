@@ -12,6 +12,7 @@ from decode import (
     Answer,
     Options,
     accepted_lengths,
+    check_tau,
     confidences,
     generate,
     is_plain_ar,
@@ -42,12 +43,12 @@ def test_the_one_token_tau_by_hand():
         assert not is_plain_ar(0.9999, metric) and not is_plain_ar(0.0, metric)
         for tau in (1.01, -0.01, float("nan"), float("inf")):
             with pytest.raises(UserError, match="must be between 0 and 1"):
-                is_plain_ar(tau, metric)
+                check_tau(tau, metric)
     assert is_plain_ar(0.0, "entropy") and is_plain_ar(-0.0, "entropy")
     assert not is_plain_ar(0.001, "entropy") and not is_plain_ar(5.0, "entropy")
     for tau in (-0.01, float("nan")):
         with pytest.raises(UserError, match="must be at least 0"):
-            is_plain_ar(tau, "entropy")
+            check_tau(tau, "entropy")
 
 
 def test_a_one_token_row_among_others_stays_one():

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 
+from plumbing import scheduler
 from plumbing.data import encode
 
 import pytest

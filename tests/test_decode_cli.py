@@ -248,7 +248,7 @@ BREAKAGES = {
     ),
     "sliding window": (
         lambda d: set_config(d, use_sliding_window=True, max_window_layers=0),
-        "sliding-window attention True is not supported",
+        "sliding-window attention is not supported",
     ),
     "no end of turn": (
         lambda d: set_config(d, eos_token_id=None),

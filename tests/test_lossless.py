@@ -74,7 +74,7 @@ def test_candidate_columns_by_hand():
     assert columns.tolist() == [[1, 7, 8, 9, 10]]  # g1, then the masks that saw g1
     # Rows with other numbers of guesses, masks and real tokens; shorter ones are filled up.
     columns = lossless.candidate_columns(
-        last=torch.tensor([[0], [3], [5], [0]]),
+        last_column=torch.tensor([[0], [3], [5], [0]]),
         num_guesses=[2, 1, 0, 3],
         num_masks=[2, 2, 3, 0],
         held=torch.tensor([[2], [0], [0], [3]]),

@@ -19,7 +19,7 @@ from model import load
 
 RUN = ("--model", "toy/draft", "--data", "toy/train.jsonl", "--max-length", 96, "--lr", 1e-3)
 RUN += ("--batch", 4, "--held-out", 4, "--device", "cpu")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 # Logits a few at a time, and in every process another number of times.
 CHUNKED = "import model, os; model.LOGITS_AT_A_TIME = 640 * (7 + 40 * int(os.getenv('RANK', 0))); "
 CHUNKED += "import runpy; runpy.run_path('train.py', run_name='__main__')"

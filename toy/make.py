@@ -268,13 +268,19 @@ def write_base(tokenizer: Tokenizer) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS
+    )
     parser.add_argument("--rows", type=int, help="write only a training file, of this many rows")
     parser.add_argument("--out", type=Path, default=HERE / "train.jsonl", help="its name")
     parser.add_argument("--hard", action="store_true", help="the world of bench.paper")
     args = parser.parse_args()
     default = args.out == parser.get_default("out")
-    if (args.rows or 1) < 1 or (args.rows is not None or args.hard) == default:
+    if args.rows is not None and args.rows < 1:
+        parser.error(f"--rows: must be at least 1, not {args.rows}")
+    if args.out.is_dir() or not args.out.parent.is_dir():
+        parser.error(f"--out {str(args.out)!r}: must be a file in a directory that exists")
+    if (args.rows is not None or args.hard) == default:
         parser.error("--rows N (N > 0) and --hard need an --out, another than the committed file")
 
     train, test = split(hard_problem if args.hard else problem, args.rows or TRAIN_ROWS)

@@ -19,6 +19,7 @@ The two that need training are train.py with a few functions replaced, and take 
 
 import random
 import sys
+from unittest import mock
 
 from plumbing.data import Example
 from plumbing.errors import UserError, run_main
@@ -72,7 +73,7 @@ def diffusion_layout(
         target=x[: len(pos)],
         noisy_weight=torch.zeros(len(pos)),
         clean_weight=torch.zeros(len(pos)),
-        to_clean=torch.zeros_like(pos),
+        columns_back=torch.zeros_like(pos),
     )
 
     t, masked = noise(example)
@@ -90,7 +91,7 @@ def diffusion_layout(
         target=x[following],
         noisy_weight=torch.where(is_target, weight / t, 0.0),
         clean_weight=torch.zeros(len(pos)),
-        to_clean=torch.zeros_like(pos),
+        columns_back=torch.zeros_like(pos),
     )
     return concatenate([clean, windows])
 
@@ -226,9 +227,8 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in REPLACED:
         raise UserError(f"usage: python -m bench.paper.baselines {names} [options of train.py]")
     baseline = sys.argv.pop(1)
-    for name, function in REPLACED[baseline].items():
-        setattr(train, name, function)
-    train.main()
+    with mock.patch.multiple(train, **REPLACED[baseline]):
+        train.main()
 
 
 if __name__ == "__main__":
