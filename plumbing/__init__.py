@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 # Threads that wait for each other spin before they sleep. With another busy program on the machine
-# the default, a very long spin, makes decoding several times slower (docs/speed.md).
+# the default, a very long spin, makes decoding several times slower.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

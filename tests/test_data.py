@@ -65,7 +65,7 @@ def test_a_pipe_is_refused(tmp_path):
         (b"\xff\xfe{\x00", r"bad.jsonl:1: not JSON"),
         (b'{"a": "\x00"}\n', r"bad.jsonl:1: not JSON"),  # a NUL as it is; as \u0000 it is text
         (b'{"a": "1"}\r\n{"a": "2', r"bad.jsonl:2: not JSON"),  # a download that broke off
-        (gzip.compress(b'{"a": "1"}\n'), "bad.jsonl:1: not JSON .*compressed or parquet?"),
+        (gzip.compress(b'{"a": "1"}\n', mtime=0), "bad.jsonl:1: not JSON .*compressed or parquet?"),
         (b"PAR1\x15\x04", "bad.jsonl:1: not JSON .*unpack or convert it to JSONL"),
     ],
 )
