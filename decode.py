@@ -71,18 +71,21 @@ class Options:
 
 
 class Answer(Text):
-    """One prompt and its growing answer: its tau, its guesses, and what it feeds next."""
+    """One prompt and its growing answer: its tau, its guesses, and what it feeds next.
+
+    `ids` are prompt and answer, `tokens` the answer alone (see Text).
+    """
 
     def __init__(self, prompt: list[int], model: Qwen2, options: Options, index=0, tau=None):
         """index: sampling uses seed + index. tau: overrides options.tau."""
         super().__init__(prompt, options.max_new, model.config)
         self.index = index
         self.options = options
-        self.asked_tau = options.tau if tau is None else tau
+        self.given_tau = options.tau if tau is None else tau
         self.block = block_of(model, options)
         self.guesses: list[int] = []  # what the next forward checks: lossless.py
         self.generator = torch.Generator(model.device).manual_seed(options.seed + index)
-        self.read_tau(waiting=0)
+        self.update_tau(waiting=0)
 
     @property
     def num_in_open_block(self) -> int:
@@ -93,7 +96,10 @@ class Answer(Text):
 
     @property
     def num_masks(self) -> int:
-        """Masks that follow the text in the next forward, each giving one more candidate."""
+        """Masks in a group of the next forward, each giving one more candidate.
+
+        Without `verify` there is one group; with it, one for each number of guesses that may hold.
+        """
         if is_plain_ar(self.tau, self.options.metric):
             return 0
         if self.options.block_cache is None:
@@ -101,10 +107,10 @@ class Answer(Text):
         room = self.options.block_cache - self.num_in_open_block
         return min(self.block, room - 1)  # no candidate beyond the end of the cache block
 
-    def read_tau(self, waiting: int) -> None:
+    def update_tau(self, waiting: int) -> None:
         """Set the tau of the next forward; a function is asked before each one."""
-        asked = self.asked_tau
-        self.tau = float(asked(waiting) if callable(asked) else asked)
+        given = self.given_tau
+        self.tau = float(given(waiting) if callable(given) else given)
         check_tau(self.tau, self.options.metric)
 
     def feed(self, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
@@ -150,7 +156,7 @@ def check_tau(tau: float, metric: str) -> None:
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau plain AR? Decided on tau alone: a probability may round to 1.0."""
+    """Is this tau plain AR? Asked first: a probability that rounds to 1.0 would pass tau = 1."""
     return tau == 0 if metric == "entropy" else tau == 1
 
 
@@ -167,7 +173,7 @@ def confidences(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
     return probs.gather(-1, candidates[..., None])[..., 0]
 
 
-def accepted_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
+def passing_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
     """Length (R,) of the leading run in (R, C) that passes tau (R,); the first always does."""
     if metric == "entropy":
         passes = confidence <= tau[:, None]
@@ -196,20 +202,24 @@ def choose(logits: Tensor, batch: list[Answer | None], options: Options) -> Tens
 def propose(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple[Tensor, Tensor]:
     """Candidates (R, C) and how many of each row pass (R,), from logits (R, C, V).
 
+    Candidates that pass are accepted; with `verify` they only become guesses.
+
     At temperature T > 0 every candidate is drawn from p^(1/T) of its own position, independently of
     the others, and its confidence is taken at T = 1, as in the paper's code. So with several tokens
     per forward the text is NOT a sample of the AR distribution. With `verify` the text is such a
-    sample: there candidates only become guesses, each the most likely token at any temperature.
+    sample; there a candidate is the most likely token at any temperature.
     """
     candidates = logits.argmax(-1) if options.verify else choose(logits, batch, options)
     if candidates.size(1) == 1:  # the first candidate always passes
         return candidates, torch.ones_like(candidates[:, 0])
     limits = [(answer.tau, 1 + answer.num_masks) if answer else (0.0, 1) for answer in batch]
-    tau, most = torch.tensor(limits, device=logits.device, dtype=logits.dtype).unbind(-1)  # (R,)
+    tau, num_candidates = torch.tensor(limits, device=logits.device, dtype=logits.dtype).unbind(
+        -1
+    )  # (R,)
     probs = logits.softmax(-1)
     confidence = confidences(probs, candidates, options.metric)
-    counts = accepted_lengths(confidence, tau, options.metric)
-    return candidates, counts.minimum(most.long())
+    counts = passing_lengths(confidence, tau, options.metric)
+    return candidates, counts.minimum(num_candidates.long())
 
 
 def logits_at(model: Qwen2, hidden: Tensor, columns: Tensor) -> Tensor:
@@ -230,6 +240,7 @@ def naive(model: Qwen2, prompt: list[int], **options) -> Answer:
         raise UserError("naive does not verify: compare verify with naive at tau = 1")
     answer = Answer(prompt, model, options)
     while not answer.done:
+        answer.update_tau(waiting=0)
         masks = [model.config.mask_token_id] * answer.num_masks
         feed = torch.tensor([answer.ids + masks], device=model.device)  # (1, T)
         columns = torch.arange(feed.size(1), device=model.device)[None]
@@ -282,11 +293,12 @@ class Decoder(Scheduler):
         if not live:
             return []
         self.clear_done()
-        # The paper's policy: a row whose cache block is full waits until all are. Without
-        # block_cache no row waits.
-        ready = [answer for answer in live if answer.num_in_open_block > 0]
-        if not ready:
-            ready = live
+        ready = live
+        if self.options.block_cache:
+            # The paper's policy: a row whose cache block is full (so 0 tokens are in an open one)
+            # waits until no row has an open block.
+            unfinished = [answer for answer in live if answer.num_in_open_block > 0]
+            ready = unfinished or live
         batch = [answer if answer in ready else None for answer in self.rows]
         return self.forward(batch, slice(None))
 
@@ -302,7 +314,7 @@ class Decoder(Scheduler):
                 feeds.append([])
                 num_real.append(0)
                 continue
-            answer.read_tau(len(self.waiting))
+            answer.update_tau(len(self.waiting))
             feeds.append(answer.feed(num_cached, mask_id))
             num_real.append(len(answer.ids) - num_cached)
 
@@ -367,12 +379,11 @@ class Decoder(Scheduler):
         candidates, counts = propose(logits, batch, self.options)
         fetched = torch.cat([held, counts[:, None], ar_tokens, candidates], dim=1).tolist()
         decisions = []
-        for num_held, num_passed, *tokens in fetched:
-            ar_row, candidate_row = tokens[:num_ar], tokens[num_ar:]
+        for num_held, num_passed, *rest in fetched:
+            ar_row, candidate_row = rest[:num_ar], rest[num_ar:]
             accepted = ar_row[: num_held + 1]
-            new_guesses = candidate_row[
-                1:num_passed
-            ]  # the first is where AR's own token stands now
+            # Candidate 0 is for the place that AR's own token has just taken.
+            new_guesses = candidate_row[1:num_passed]
             decisions.append(Decision(accepted, new_guesses, num_held))
         return decisions
 
@@ -438,7 +449,8 @@ def main() -> None:
         messages.insert(0, {"role": "system", "content": args.system})
     answer = Answer(chat.encode(chat.prompt(messages)), model, options)
     print_answer(Decoder(model, [answer], options, rows=1), chat, args.show)
-    if answer.num_masks and answer.forwards >= 8 and answer.tokens_per_forward < 1.05:
+    uses_masks = not is_plain_ar(answer.tau, options.metric)
+    if uses_masks and answer.forwards >= 8 and answer.tokens_per_forward < 1.05:
         note("this model hardly accepts more than one token per forward: train it, or use --tau 1")
 
 

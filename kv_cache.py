@@ -1,8 +1,8 @@
 """The key-value cache: preallocated, with a length per row; entries are never copied or moved.
 
 A forward writes the keys and values of T new positions after each row's committed length. What is
-not committed afterwards (masks, rejected guesses) is scratch: later forwards overwrite it, and no
-mask shows it to them. So rejecting tokens costs nothing, and rewinding a row is setting its length.
+not committed afterwards (mask tokens, rejected guesses) is scratch: no later forward attends to it,
+and later ones overwrite it. So rejecting costs nothing, and rewinding a row is setting its length.
 
     slot     0 1 2 3 4 5 6 7 8 9 ...
     row 0    p p p p a a M M M           length 4; five positions are written
@@ -26,7 +26,7 @@ class KVCache:
     """
 
     def __init__(self, config, rows: int, capacity: int, device, dtype, unit: int = 64):
-        """Attention spans the longest row, rounded up to a multiple of `unit` for few shapes."""
+        """Attention spans the longest row, rounded up to a multiple of `unit`: few shapes occur."""
         if rows < 1:
             raise UserError(f"rows {rows}: must be at least 1")
         self.capacity = capacity

@@ -62,8 +62,8 @@ def candidate_columns(
     exactly the guesses that hold. last_column (R, 1) is that of x; held (R, 1) counts the guesses
     that hold.
     """
-    guesses = torch.tensor(num_guesses, device=last_column.device)[:, None]
-    masks = torch.tensor(num_masks, device=last_column.device)[:, None]
-    first_mask = last_column + 1 + guesses + held * masks
     window = torch.arange(max(num_masks), device=last_column.device)
+    num_guesses = torch.tensor(num_guesses, device=last_column.device)[:, None]
+    num_masks = torch.tensor(num_masks, device=last_column.device)[:, None]
+    first_mask = last_column + 1 + num_guesses + held * num_masks
     return torch.cat([last_column + held, first_mask + window], dim=1)

@@ -77,7 +77,8 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     """May query q see key k? The paper's mask rule (section 3), elementwise on integer tensors.
 
     Position i sees position j of the same document if j is a clean token of i's prefix, or if both
-    are masks of the same window and j does not come after i.
+    are mask tokens of the same window and j does not come after i. (A window is a block of the
+    training grid, or a group of masks in decoding.)
 
     Every position carries three integers: `pos`, its position id; `doc`, its document (padding is a
     document of its own); and `prefix`, the number of clean tokens that it sees. A clean token sees
@@ -211,8 +212,9 @@ class Qwen2(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (N, V) of hidden states (N, D), in float32 or float64.
 
-        In bfloat16 a probability of 0.9989 would round to 1 and pass any tau. `hidden` is 2-D and
-        holds only the positions needed: a sliced 3-D bfloat16 tensor is 30 times slower on a CPU.
+        That is for the caller's softmax: in bfloat16 a probability of 0.9989 is 1 and passes any
+        tau. `hidden` is 2-D and holds only the positions needed: a sliced 3-D bfloat16 tensor is 30
+        times slower on a CPU.
         """
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits = F.linear(hidden, head.weight)

@@ -102,11 +102,12 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
     mask_stream = Batch(
         tokens=torch.full_like(mask_pos, mask_id),
         pos=mask_pos,
-        prefix=block_start.clamp(min=prompt),  # its first block may begin in the prompt
+        prefix=block_start.clamp(min=prompt),  # a block that begins in the prompt is cut short
         doc=torch.full_like(mask_pos, doc),
         target=x[prompt + 1 :],
         noisy_weight=torch.full(mask_pos.shape, weight),
         clean_weight=torch.zeros(mask_pos.shape),
+        # The clean stream ends with these same positions, so its columns are that far back.
         columns_back=torch.full_like(mask_pos, len(mask_pos)),
     )
     return concatenate([clean_stream, mask_stream])

@@ -11,12 +11,12 @@ from common import random_prompt, tiny_model
 from decode import (
     Answer,
     Options,
-    accepted_lengths,
     check_tau,
     confidences,
     generate,
     is_plain_ar,
     logits_at,
+    passing_lengths,
     propose,
 )
 
@@ -33,7 +33,7 @@ def test_acceptance_by_hand():
         confidence = confidences(probs, candidates, metric)
         assert confidence[0].tolist() == pytest.approx(expected, abs=1e-4)
         for tau, length in lengths.items():
-            assert accepted_lengths(confidence, torch.tensor([tau]), metric).tolist() == [length]
+            assert passing_lengths(confidence, torch.tensor([tau]), metric).tolist() == [length]
 
 
 def test_the_one_token_tau_by_hand():
