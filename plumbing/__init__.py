@@ -1,18 +1,12 @@
 """What any such program needs; a reader of the method may skip it. Nothing here imports the core.
 
-Every file imports this package before torch (pyproject.toml sorts it first), because two settings
-work only then.
+Every file imports this package before torch (pyproject.toml sorts it first): what it sets is for
+the seconds in which torch is imported.
 """
 
-import os
 import signal
 import sys
 from pathlib import Path
-
-# Threads that wait for each other spin before they sleep. With another busy program on the machine
-# the default, a very long spin, makes decoding several times slower.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def is_own_command() -> bool:
