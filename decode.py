@@ -156,14 +156,15 @@ def check_tau(tau: float, metric: str) -> None:
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau plain AR? Asked first: a probability that rounds to 1.0 would pass tau = 1."""
+    """Is this tau plain AR? Then no masks are fed: a probability may round to 1.0 and pass it."""
     return tau == 0 if metric == "entropy" else tau == 1
 
 
 def confidences(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
     """Confidence (R, C) from probabilities (R, C, V) and candidate tokens (R, C).
 
-    Entropy is lower where the model is surer; margin is the best token's lead over the second.
+    Entropy is lower where the model is surer; margin is the best token's lead over the second. Both
+    are of the distribution, whichever token is the candidate.
     """
     if metric == "entropy":
         return torch.special.entr(probs).sum(-1)
@@ -291,7 +292,7 @@ class Decoder(Scheduler):
             return self.forward(self.rows[admitted], admitted, is_prefill=True)
         live = [answer for answer in self.rows if answer and not answer.done]
         if not live:
-            return []
+            return []  # the rows keep their texts, for a later prompt with the same beginning
         self.clear_done()
         ready = live
         if self.options.block_cache:
@@ -326,7 +327,7 @@ class Decoder(Scheduler):
         tokens, pos, prefix = torch.tensor(padded, device=self.model.device).unbind(-1)  # (R, T)
         last_column = torch.tensor(num_real, device=tokens.device)[:, None] - 1  # (R, 1)
         last_column = last_column.clamp(min=0)  # an idle row has no real token
-        with attention.fast_for_one(self.model, tokens):
+        with attention.fast_for_one(self.model, tokens):  # a faster kernel for a single position
             self.cache.reserve(width, where)
             mask = self.cache.mask(pos, prefix)
             run_model = self.prefill if is_prefill else self.advance

@@ -107,7 +107,7 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
         target=x[prompt + 1 :],
         noisy_weight=torch.full(mask_pos.shape, weight),
         clean_weight=torch.zeros(mask_pos.shape),
-        # The clean stream ends with these same positions, so its columns are that far back.
+        # The clean stream ends with these same positions, right before the masks.
         columns_back=torch.full_like(mask_pos, len(mask_pos)),
     )
     return concatenate([clean_stream, mask_stream])

@@ -85,7 +85,7 @@ class Scheduler:
             if end > first and (is_too_much or is_too_long):
                 break
             self.cache.rewind(end, num_kept)
-            self.rows[end] = self.waiting.popleft()  # last: Ctrl-C may come in between
+            self.rows[end] = self.waiting.popleft()  # after the rewind, in case of Ctrl-C
             end += 1
         return slice(first, end)
 
