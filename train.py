@@ -326,6 +326,8 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
                 "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
                 "memory_gib": round(processes.peak_memory(model.device), 2),
             }
+            if not is_mars:
+                del record["noisy"]
             is_due = done >= 1 or step % args.save_every == 0
             if is_due and data.held_out:
                 with autocast:

@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -10,6 +11,7 @@ from plumbing.chat import Chat
 import pytest
 import torch
 from common import BASE, save_model, tiny_model
+from training import plums
 
 from model import add_mask_token
 
@@ -27,3 +29,15 @@ def checkpoint(tmp_path):
     add_mask_token(model, chat)
     save_model(model, chat, tmp_path / "m")
     return tmp_path / "m"
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """A small file to train on."""
+    return plums(tmp_path / "data.jsonl")
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """Where a run writes."""
+    return tmp_path / "out"

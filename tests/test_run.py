@@ -3,26 +3,15 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 from plumbing import runs
 
 import pytest
 from commands import is_refused
 from common import ROOT
-from training import DRAFT, checkpoints, contents, log, plums, run_train, write
+from training import DRAFT, checkpoints, contents, log, run_train, write
 
 import train
-
-
-@pytest.fixture
-def data(tmp_path) -> Path:
-    return plums(tmp_path / "data.jsonl")
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
 
 
 def fail_at_step(monkeypatch, step: int) -> None:

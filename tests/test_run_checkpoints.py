@@ -15,18 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import api
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from training import DRAFT, checkpoints, contents, log, plums, run_train, start
-
-
-@pytest.fixture
-def data(tmp_path) -> Path:
-    return plums(tmp_path / "data.jsonl")
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
-
+from training import DRAFT, checkpoints, contents, log, run_train, start
 
 # ----------------------------------------------------------------------------------- full disks
 

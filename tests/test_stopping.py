@@ -23,7 +23,6 @@ from training import (
     finish,
     log,
     num_logged,
-    plums,
     run_train,
     start,
     wait_for,
@@ -35,16 +34,6 @@ import train
 ENDLESS = "import time, train; from plumbing.errors import run_main; "
 ENDLESS += "train.learning_rate = lambda *_: print('asleep', flush=True) or time.sleep(600); "
 ENDLESS += "run_main(train.main)"
-
-
-@pytest.fixture
-def data(tmp_path) -> Path:
-    return plums(tmp_path / "data.jsonl")
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "out"
 
 
 @pytest.fixture
