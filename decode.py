@@ -31,6 +31,7 @@ from plumbing.errors import UserError, run_main
 from plumbing.packing import round_up
 from plumbing.scheduler import Scheduler, Text
 from plumbing.terminal import note, print_answer
+from plumbing.threads import free_cores
 
 import torch
 from torch import Tensor
@@ -287,6 +288,7 @@ class Decoder(Scheduler):
     @torch.inference_mode()
     def step(self) -> list[tuple[Answer, list[int]]]:
         """Prefill waiting prompts if rows are free, else advance the rows; [] if all are done."""
+        free_cores.use()
         admitted = self.admit()
         if self.rows[admitted]:  # at least one row
             return self.forward(self.rows[admitted], admitted, is_prefill=True)

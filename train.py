@@ -39,6 +39,7 @@ from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate, grouped, packed, round_up
 from plumbing.runs import Run, identity
+from plumbing.threads import free_cores
 
 import torch
 import torch.distributed as dist
@@ -293,6 +294,7 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
             return 0
 
         for examples, consumed, skipped in data.steps(args.batch, start_at=consumed):  # noqa: B020
+            free_cores.use()
             began = time.perf_counter()
             before = done
             done = share_done(args, step + 1, consumed, len(data.training))

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from .threads import free_cores
+
 NARROW = 96  # positions per row: with more there is nothing left to gain from folding
 ONEDNN = torch.backends.mkldnn.enabled
 
@@ -63,6 +65,7 @@ def fast_forwards(model: nn.Module, cache, compile: bool) -> tuple[Callable, Cal
 
 def compile_forward(model: nn.Module) -> Callable[..., Tensor]:
     """The model's forward for static shapes; on a GPU as CUDA graphs, which need no Python."""
+    free_cores.enabled = False  # another number of threads would be compiled anew
     torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
     mode = "reduce-overhead" if model.device.type == "cuda" else "default"
     return torch.compile(model.forward, dynamic=False, mode=mode)
