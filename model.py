@@ -57,6 +57,8 @@ class Config:
                 raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
             if field.type is float and not isinstance(value, int | float):
                 raise ValueError(f"{field.name} {value!r}: must be a number")
+            if field.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{field.name} {value!r}: must be true or false")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError("hidden_size must be a multiple of 2 * num_attention_heads")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -279,7 +281,11 @@ def parse_config(raw: dict) -> Config:
     """Config from the JSON object `raw`; ValueError for missing keys and unsupported values."""
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    require("model_type", raw.get("model_type"), "qwen2", "a2d-qwen2")  # a2d: the MARS paper's
+    model_type = raw.get("model_type")
+    require("model_type", model_type, "qwen2", "a2d-qwen2", "llama")  # a2d: the MARS paper's
+    if model_type == "llama":  # a Qwen2 whose biases are zero; `load_model` adds these
+        require("attention_bias", raw.get("attention_bias") or False, False)
+        require("mlp_bias", raw.get("mlp_bias") or False, False)
     require("hidden_act", raw.get("hidden_act", "silu"), "silu")
     require("rope_type", rope_type, "default")
     if uses_sliding_window(raw):
@@ -332,13 +338,20 @@ def config_json(config: Config) -> dict:
 
 
 def load_model(directory: Path, device="cpu", dtype=torch.float32) -> Qwen2:
-    """The model in `directory`; UserError names a tensor that is missing, surplus or misshapen."""
+    """The model in `directory`; UserError names a tensor that is missing, surplus or misshapen.
+
+    A Llama without biases becomes a Qwen2 whose q, k and v biases are zero.
+    """
     config = read_config(directory)
     tensors = read_tensors(directory, torch.device(device), dtype)
     if "lm_head.weight" in tensors:  # some checkpoints have a head and still say that it is tied
         config.tie_word_embeddings = False
     with torch.device("meta"):
         model = Qwen2(config)
+    if read_json(directory / "config.json")["model_type"] == "llama":
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                tensors.setdefault(name, torch.zeros(weight.shape, dtype=dtype, device=device))
     check_shapes(directory, expected=model.state_dict(), found=tensors)
     model.load_state_dict(tensors, assign=True)
     return model

@@ -31,7 +31,8 @@ def edit_tensors(directory, change) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "llama"}, "model_type 'llama' is not supported"),
+        ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, "rope_type 'llama3'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True, "max_window_layers": 0}, "sliding-window"),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "sliding-window"),
@@ -44,6 +45,7 @@ def edit_tensors(directory, change) -> None:
         ({"num_attention_heads": 3}, "hidden_size must be a multiple of 2 . num_attention_heads"),
         ({"num_attention_heads": 16}, "hidden_size must be a multiple of 2 . num_attention_heads"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
         ({"block_size": -4}, "block_size -4: must be a whole number above 0"),
         ({"rope_parameters": "default"}, "config.json: "),
         ({"use_sliding_window": True, "layer_types": 3}, "config.json: "),
@@ -120,6 +122,11 @@ def test_weights_that_are_refused(checkpoint):
     whole = weights.read_bytes()
     edit_tensors(checkpoint, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(UserError, match="tensor model.norm.weight: expected .* found none"):
+        load(str(checkpoint))
+    weights.write_bytes(whole)
+    bias = "model.layers.0.self_attn.q_proj.bias"  # zeros take its place in a Llama only
+    edit_tensors(checkpoint, lambda tensors: tensors.pop(bias))
+    with pytest.raises(UserError, match="q_proj.bias: expected .* found none"):
         load(str(checkpoint))
     weights.write_bytes(whole)
     edit_tensors(checkpoint, lambda tensors: tensors.update(surplus=torch.zeros(2)))

@@ -3,6 +3,7 @@
 import random
 
 from plumbing.chat import Chat
+from plumbing.errors import UserError
 
 import pytest
 import torch
@@ -25,17 +26,18 @@ from model import (
 )
 
 
-def their_config(theta: float, **changes) -> transformers.Qwen2Config:
+def their_config(theta: float, kind=transformers.Qwen2Config, **changes):
     """Version 4 of transformers takes one name for theta, version 5 the other."""
     rope = {"rope_type": "default", "rope_theta": theta}
-    return transformers.Qwen2Config(rope_theta=theta, rope_parameters=rope, **changes)
+    return kind(rope_theta=theta, rope_parameters=rope, **changes)
 
 
-def their_model(target, tied: bool, shards: int = 1) -> transformers.Qwen2ForCausalLM:
-    """A random Qwen2 that transformers made, saved by transformers."""
+def their_model(target, tied: bool, shards: int = 1, family: str = "Qwen2", **changes):
+    """A random model that transformers made, saved by transformers."""
     torch.manual_seed(3)
     config = their_config(
         5000.0,  # neither library's default
+        getattr(transformers, family + "Config"),
         vocab_size=640,
         hidden_size=48,
         intermediate_size=80,
@@ -46,8 +48,9 @@ def their_model(target, tied: bool, shards: int = 1) -> transformers.Qwen2ForCau
         tie_word_embeddings=tied,
         initializer_range=0.2,
         eos_token_id=[2, 0],
+        **changes,
     )
-    model = transformers.Qwen2ForCausalLM(config).eval()
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.1 * torch.randn_like(weight)  # norms and biases too
@@ -103,9 +106,9 @@ def their_answer(model, prompt: torch.Tensor, max_new: int, mask_id: int, **more
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_checkpoint_of_transformers_loads_here(tmp_path, tied, shards):
-    theirs = their_model(tmp_path, tied, shards)
+@pytest.mark.parametrize("family, shards", [("Qwen2", 1), ("Qwen2", 3), ("Llama", 1), ("Llama", 3)])
+def test_a_checkpoint_of_transformers_loads_here(tmp_path, tied, family, shards):
+    theirs = their_model(tmp_path, tied, shards, family)
     assert len(list(tmp_path.glob("*.safetensors"))) == shards
     ours, _ = load(str(tmp_path))
     assert ours.config.rope_theta == 5000.0 and ours.config.eos_token_id == (2, 0)
@@ -117,6 +120,27 @@ def test_a_checkpoint_of_transformers_loads_here(tmp_path, tied, shards):
     prompt = tokens[0, :9]
     [result] = generate(ours, [prompt.tolist()], tau=1, max_new=24)
     assert result.tokens == their_answer(theirs, prompt, 24, mask_id, eos_token_id=[2, 0])
+
+
+@torch.inference_mode()
+def test_a_llama_is_saved_as_a_qwen2(tmp_path):
+    """With biases that are zero, as transformers sees."""
+    llama = their_model(tmp_path / "llama", tied=True, family="Llama")
+    ours, chat = load(str(tmp_path / "llama"))
+    save_model(ours, chat, tmp_path / "qwen2", torch.float32)
+    qwen2 = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2")
+    assert type(qwen2) is transformers.Qwen2ForCausalLM
+    assert not qwen2.model.layers[0].self_attn.q_proj.bias.any()
+    tokens = torch.randint(4, 640, (2, 30))
+    assert torch.allclose(qwen2(tokens).logits, llama(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
+def test_a_llama_with_biases_is_refused(tmp_path, name):
+    """Its output projection has one, too, which a Qwen2 has no place for."""
+    their_model(tmp_path, tied=True, family="Llama", **{name: True})
+    with pytest.raises(UserError, match=f"{name} True is not supported"):
+        load(str(tmp_path))
 
 
 @torch.inference_mode()
