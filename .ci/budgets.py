@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files right in it
-    "model.py": 380,
+    "model.py": 395,
     "kv_cache.py": 100,
-    "decode.py": 460,
+    "decode.py": 465,
     "lossless.py": 140,
     "train.py": 440,
-    "plumbing": 1800,
-    "apps": 180,
+    "plumbing": 1910,
+    "apps": 430,
     "bench": 1300,
     "bench/paper": 1314,
 }

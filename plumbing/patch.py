@@ -1,0 +1,83 @@
+"""What training changed in a model, as a small file: the difference of the weights, at low rank.
+
+Training moves every matrix W (n, m) a little, and nearly along a few directions only. So most of
+the difference is a product of two thin matrices, left (n, rank) @ right (rank, m). Vectors (norms
+and biases) are kept whole. Embeddings stay as they were, but for the row of `<|mask|>`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import UserError, describe
+from .files import atomic_write
+
+LEFT, RIGHT, VECTOR, ROW = ".left", ".right", ".difference", ".mask_row"
+
+
+def is_embedding(name: str) -> bool:
+    return name in ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def make_patch(base: Mapping, tuned: Mapping, mask_id: int, rank: int) -> dict[str, Tensor]:
+    """The patch between two state_dicts of the same names and shapes."""
+    torch.manual_seed(0)  # svd_lowrank begins with random directions
+    patch = {}
+    for name, weight in tuned.items():
+        difference = weight.float() - base[name].float()
+        if is_embedding(name):
+            patch[name + ROW] = difference[mask_id].clone()
+        elif weight.dim() == 1:
+            patch[name + VECTOR] = difference
+        else:
+            u, s, v = torch.svd_lowrank(difference, q=min(rank + 16, *weight.shape), niter=4)
+            root = s[:rank].sqrt()  # half of each scale on either side suits 16-bit numbers
+            patch[name + LEFT] = (u[:, :rank] * root).to(torch.bfloat16).contiguous()
+            patch[name + RIGHT] = (v[:, :rank] * root).T.to(torch.bfloat16).contiguous()
+    return patch
+
+
+def apply_patch(weights: dict[str, Tensor], patch: Mapping, mask_id: int) -> None:
+    """Add the patch to a base's state_dict, in place."""
+    for name, weight in weights.items():
+        if is_embedding(name):
+            weight[mask_id] += patch[name + ROW]
+        elif weight.dim() == 1:
+            weight += patch[name + VECTOR]
+        else:
+            weight += patch[name + LEFT].float() @ patch[name + RIGHT].float()
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """A checksum of every tenth tensor; embeddings, whose mask row may be new, are left out."""
+    checksum = hashlib.sha256()
+    for name in sorted(name for name in weights if not is_embedding(name))[::10]:
+        checksum.update(name.encode())
+        checksum.update(weights[name].float().cpu().numpy().tobytes())
+    return checksum.hexdigest()
+
+
+def write_patch(path: Path, patch: dict[str, Tensor], facts: dict) -> None:
+    """facts: whatever can be JSON; it stands in the file's metadata."""
+    metadata = {"format": "pt", "mars_patch": json.dumps(facts)}
+    atomic_write(path, lambda file: save_file(patch, file, metadata=metadata))
+
+
+def read_patch(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors and the facts of a patch."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {})["mars_patch"])
+            return {name: file.get_tensor(name) for name in file.keys()}, facts
+    except KeyError:
+        raise UserError(f"{path}: not a patch (apps.patch makes them)") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path}: damaged ({describe(error)})") from None
