@@ -243,8 +243,8 @@ def set_config(directory: Path, **changes) -> None:
 
 BREAKAGES = {
     "another architecture": (
-        lambda d: set_config(d, model_type="llama"),
-        "'llama' is not supported",
+        lambda d: set_config(d, model_type="mistral"),
+        "'mistral' is not supported",
     ),
     "sliding window": (
         lambda d: set_config(d, use_sliding_window=True, max_window_layers=0),
