@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,9 @@ from training import plums
 from model import add_mask_token
 
 torch.set_num_threads(1)
+# Programs that the tests start inherit what is ignored, as in `nohup pytest &`; they are signalled.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
