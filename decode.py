@@ -95,6 +95,7 @@ class Answer(Text):
         self.block = block_of(model, options)
         self.guesses: list[int] = []  # what the next forward checks, and for which numbers of them
         self.groups = [0]  # it has masks: lossless.py
+        self.checked: list[int] = []  # how many guesses each forward checked
         self.update_tau(waiting=0)
 
     @property
@@ -398,6 +399,7 @@ class Decoder(Scheduler):
         news = []
         for answer, decision in zip(batch, decisions):
             if answer:
+                answer.checked.append(len(answer.guesses))
                 answer.guesses = decision.guesses
                 answer.groups = decision.groups
                 news.append((answer, answer.take(decision.tokens, width)))
