@@ -42,6 +42,7 @@ from model import Qwen2, load
 
 TOY = Path(__file__).parent / "toy" / "mars"
 METRICS = ("probability", "margin", "entropy")
+NUM_EXACT = 8  # logits that are computed again in float32, where the model is in bfloat16
 Tau = float | Callable[[int], float]  # a number, or a function of the number of waiting prompts
 
 
@@ -49,7 +50,12 @@ Tau = float | Callable[[int], float]  # a number, or a function of the number of
 class Options:
     """How to decode. Each field is also an option of the command line."""
 
-    tau: Tau = option(0.95, "accept tokens at least this confident; 1 is plain AR", kind=float)
+    tau: Tau | None = option(
+        None,
+        "accept tokens at least this confident; 1 is plain AR. None: 0.95. With --verify: check "
+        "guesses at least this confident. None: all",
+        kind=float,
+    )
     metric: str = option(
         "probability",
         "measure of confidence; for entropy tau is in nats, 0 is plain AR",
@@ -57,7 +63,8 @@ class Options:
     )
     block: int | None = option(None, "masks per forward; None: as the model was trained", least=1)
     block_cache: int | None = option(None, "the paper's block cache, of this many tokens", least=1)
-    verify: bool = option(False, "lossless: tau selects guesses, AR checks them", kind=bool)
+    verify: bool = option(False, "lossless: AR checks every guess", kind=bool)
+    groups: int | None = option(None, "groups of masks, with --verify; None: see docs", least=1)
     max_new: int = option(256, "maximum number of new tokens", least=1)
     temperature: float = option(0.0, "0 is greedy", kind=float, least=0, below=math.inf)
     seed: int = option(0, "sampling seed", least=0, below=2**62)
@@ -65,6 +72,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.tau is None:
+            self.tau = default_tau(self)
         if not callable(self.tau):
             check_tau(self.tau, self.metric)
         if self.verify and self.block_cache:
@@ -78,14 +87,15 @@ class Answer(Text):
     """
 
     def __init__(self, prompt: list[int], model: Qwen2, options: Options, index=0, tau=None):
-        """index: sampling uses seed + index. tau: overrides options.tau."""
+        """index: its dice are those of (seed, index). tau: overrides options.tau."""
         super().__init__(prompt, options.max_new, model.config)
         self.index = index
         self.options = options
         self.given_tau = options.tau if tau is None else tau
         self.block = block_of(model, options)
-        self.guesses: list[int] = []  # what the next forward checks: lossless.py
-        self.generator = torch.Generator(model.device).manual_seed(options.seed + index)
+        self.guesses: list[int] = []  # what the next forward checks, and for which numbers of them
+        self.groups = [0]  # it has masks: lossless.py
+        self.checked: list[int] = []  # how many guesses each forward checked
         self.update_tau(waiting=0)
 
     @property
@@ -99,7 +109,7 @@ class Answer(Text):
     def num_masks(self) -> int:
         """Masks in a group of the next forward, each giving one more candidate.
 
-        Without `verify` there is one group; with it, one for each number of guesses that may hold.
+        Without `verify` there is one group; with it, one for each likely number of guesses.
         """
         if is_plain_ar(self.tau, self.options.metric):
             return 0
@@ -126,7 +136,7 @@ class Answer(Text):
         entries = []
         for pos, token in enumerate(self.ids[num_cached:] + self.guesses, start=num_cached):
             entries.append((token, pos, pos + 1))
-        for pos, prefix in lossless.mask_groups(len(self.ids), len(self.guesses), self.num_masks):
+        for pos, prefix in lossless.mask_groups(len(self.ids), self.groups, self.num_masks):
             entries.append((mask_id, pos, prefix))
         return entries
 
@@ -154,6 +164,13 @@ def check_tau(tau: float, metric: str) -> None:
         raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
     if metric != "entropy" and not 0 <= tau <= 1:
         raise UserError(f"tau {tau}: must be between 0 and 1 for the metric {metric}")
+
+
+def default_tau(options: Options) -> float:
+    """What to accept; with `verify`, all guesses: a wrong one costs less than a right one saves."""
+    if not options.verify:
+        return 0.95
+    return math.inf if options.metric == "entropy" else 0.0
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
@@ -185,62 +202,94 @@ def passing_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
     return passes.long().cumprod(-1).sum(-1)
 
 
-def choose(logits: Tensor, batch: list[Answer | None], options: Options) -> Tensor:
-    """The best tokens (R, C) of logits (R, C, V); at temperature T > 0, draws from p^(1/T)."""
-    if options.temperature == 0:
-        return logits.argmax(-1)
-    logits = logits - logits.amax(-1, keepdim=True)  # or a small temperature would overflow
-    probs = (logits / options.temperature).softmax(-1)
-    noise = torch.ones_like(probs)
-    for row, answer in zip(noise, batch):
-        if answer:
-            # Its own generator, and only the columns that are its own (C is the widest row's): no
-            # draw depends on a neighbour. With verify the columns are AR's, else the candidates'.
-            num_columns = 1 + (len(answer.guesses) if options.verify else answer.num_masks)
-            row[:num_columns].exponential_(generator=answer.generator)
-    return (probs / noise).argmax(-1)  # argmax(p / Exp(1)) is a draw from p
+class Outputs(NamedTuple):
+    """What the model says at C columns of R rows."""
+
+    hidden: Tensor  # (R, C, D)
+    logits: Tensor  # (R, C, V)
 
 
-def propose(logits: Tensor, batch: list[Answer | None], options: Options) -> tuple[Tensor, Tensor]:
-    """Candidates (R, C) and how many of each row pass (R,), from logits (R, C, V).
+def choose(
+    model: Qwen2,
+    outputs: Outputs,
+    batch: list[Answer | None],
+    options: Options,
+    held: Tensor | None = None,
+) -> Tensor:
+    """The best tokens (R, C); at temperature T > 0, draws from p^(1/T).
 
-    Candidates that pass are accepted; with `verify` they only become guesses.
+    The columns are for the C places behind each row's text and `held` (R, 1) of its guesses.
+    """
+    scores = outputs.logits
+    if options.temperature > 0:
+        noise = torch.zeros_like(scores)
+        num_held = [0] * len(batch) if held is None else held[:, 0].tolist()
+        for row, answer, ahead in zip(noise, batch, num_held):
+            if answer:
+                for position, column in enumerate(row, start=len(answer.ids) + ahead):
+                    column += lossless.dice(options.seed, answer.index, position, column)
+        # The best of logits / T + noise is a draw; all times T, for 1 / T might overflow.
+        scores = scores + options.temperature * noise
+    if model.dtype != torch.bfloat16:
+        return scores.argmax(-1)
+
+    # Of rounded logits two are often equal, and the width of the forward decides which is the best.
+    # So the best few are computed again.
+    best = scores.topk(min(NUM_EXACT, scores.size(-1))).indices  # (R, C, K)
+    exact = model.exact_logits(outputs.hidden.flatten(0, 1), best.flatten(0, 1)).view(best.shape)
+    if options.temperature > 0:
+        exact += options.temperature * noise.gather(-1, best)
+    return best.gather(-1, exact.argmax(-1, keepdim=True))[..., 0]
+
+
+def propose(
+    model: Qwen2,
+    outputs: Outputs,
+    batch: list[Answer | None],
+    options: Options,
+    held: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Candidates (R, C), how many of each row pass (R,), and their probabilities (R, C).
+
+    The columns are those of `choose`. Candidates that pass are accepted; with `verify` they only
+    become guesses.
 
     At temperature T > 0 every candidate is drawn from p^(1/T) of its own position, independently of
     the others, and its confidence is taken at T = 1, as in the paper's code. So with several tokens
-    per forward the text is NOT a sample of the AR distribution. With `verify` the text is such a
-    sample; there a candidate is the most likely token at any temperature.
+    per forward the text is NOT a sample of the AR distribution. With `verify` it is.
     """
-    candidates = logits.argmax(-1) if options.verify else choose(logits, batch, options)
+    candidates = choose(model, outputs, batch, options, held)
     if candidates.size(1) == 1:  # the first candidate always passes
-        return candidates, torch.ones_like(candidates[:, 0])
+        one = torch.ones_like(candidates)
+        return candidates, one[:, 0], one
     limits = [(answer.tau, 1 + answer.num_masks) if answer else (0.0, 1) for answer in batch]
-    tau, num_candidates = torch.tensor(limits, device=logits.device, dtype=logits.dtype).unbind(
-        -1
-    )  # (R,)
-    probs = logits.softmax(-1)
+    limits = torch.tensor(limits, device=candidates.device, dtype=outputs.logits.dtype)
+    tau, num_candidates = limits.unbind(-1)  # (R,)
+    probs = outputs.logits.softmax(-1)
     confidence = confidences(probs, candidates, options.metric)
     counts = passing_lengths(confidence, tau, options.metric)
-    return candidates, counts.minimum(num_candidates.long())
+    chances = probs.gather(-1, candidates[..., None])[..., 0]
+    return candidates, counts.minimum(num_candidates.long()), chances
 
 
-def logits_at(model: Qwen2, hidden: Tensor, columns: Tensor) -> Tensor:
-    """Logits (R, C, V) of hidden states (R, T, D) at columns (R, C).
+def outputs_at(model: Qwen2, hidden: Tensor, columns: Tensor) -> Outputs:
+    """Of hidden states (R, T, D) those at columns (R, C), and their logits.
 
     Shorter rows read a clamped column; the result is ignored.
     """
     columns = columns.clamp(max=hidden.size(1) - 1)
     picked = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.size(-1)))
-    return model.logits(picked.flatten(0, 1)).unflatten(0, columns.shape)
+    logits = model.logits(picked.flatten(0, 1)).unflatten(0, columns.shape)
+    return Outputs(picked, logits)
 
 
 @torch.inference_mode()
-def naive(model: Qwen2, prompt: list[int], **options) -> Answer:
+def naive(model: Qwen2, prompt: list[int], index: int = 0, **options) -> Answer:
     """The method at its simplest: one row, no cache, plain causal attention over the whole text."""
     options = Options(**options)
     if options.verify:
         raise UserError("naive does not verify: compare verify with naive at tau = 1")
-    answer = Answer(prompt, model, options)
+    answer = Answer(prompt, model, options, index)
     while not answer.done:
         answer.update_tau(waiting=0)
         masks = [model.config.mask_token_id] * answer.num_masks
@@ -248,7 +297,8 @@ def naive(model: Qwen2, prompt: list[int], **options) -> Answer:
         columns = torch.arange(feed.size(1), device=model.device)[None]
         hidden = model(feed, columns, None)
         last = len(answer.ids) - 1
-        candidates, counts = propose(logits_at(model, hidden, columns[:, last:]), [answer], options)
+        outputs = outputs_at(model, hidden, columns[:, last:])
+        candidates, counts, _ = propose(model, outputs, [answer], options)
         answer.take(candidates[0, : counts.item()].tolist(), feed.size(1))
     return answer
 
@@ -260,8 +310,9 @@ class Decision(NamedTuple):
     """What one forward decided for a row."""
 
     tokens: list[int]  # accepted
-    guesses: list[int]  # for the next forward to check (lossless)
-    num_held: int  # how many of the guesses that this forward checked hold
+    guesses: list[int] = []  # for the next forward to check (lossless)
+    groups: list[int] = [0]  # of masks in the next forward, by the number of guesses that they see
+    num_held: int = 0  # how many of the guesses that this forward checked hold
 
 
 class Decoder(Scheduler):
@@ -348,7 +399,9 @@ class Decoder(Scheduler):
         news = []
         for answer, decision in zip(batch, decisions):
             if answer:
+                answer.checked.append(len(answer.guesses))
                 answer.guesses = decision.guesses
+                answer.groups = decision.groups
                 news.append((answer, answer.take(decision.tokens, width)))
         return news
 
@@ -360,35 +413,50 @@ class Decoder(Scheduler):
             return self.check(hidden, last_column, batch)
         num_candidates = 1 + max(answer.num_masks for answer in batch if answer)
         columns = last_column + torch.arange(num_candidates, device=hidden.device)
-        logits = logits_at(self.model, hidden, columns)
-        candidates, counts = propose(logits, batch, self.options)
+        outputs = outputs_at(self.model, hidden, columns)
+        candidates, counts, _ = propose(self.model, outputs, batch, self.options)
         fetched = torch.cat([counts[:, None], candidates], dim=1).tolist()  # one copy to the host
-        return [Decision(tokens[:count], [], 0) for count, *tokens in fetched]
+        return [Decision(tokens[:count]) for count, *tokens in fetched]
 
     def check(
         self, hidden: Tensor, last_column: Tensor, batch: list[Answer | None]
     ) -> list[Decision]:
         """Accept the guesses that AR agrees with and AR's next token: see lossless.py."""
         guesses = [answer.guesses if answer else [] for answer in batch]
+        groups = [answer.groups if answer else [0] for answer in batch]
         num_guesses = [len(tokens) for tokens in guesses]
         num_masks = [answer.num_masks if answer else 0 for answer in batch]
         num_ar = 1 + max(num_guesses)
         columns = last_column + torch.arange(num_ar, device=hidden.device)
-        ar_tokens = choose(logits_at(self.model, hidden, columns), batch, self.options)
+        outputs = outputs_at(self.model, hidden, columns)
+        ar_tokens = choose(self.model, outputs, batch, self.options)
         held = lossless.count_held(ar_tokens, guesses)
 
-        columns = lossless.candidate_columns(last_column, num_guesses, num_masks, held)
-        logits = logits_at(self.model, hidden, columns)
-        candidates, counts = propose(logits, batch, self.options)
+        columns, is_there = lossless.candidate_columns(
+            last_column, num_guesses, groups, num_masks, held
+        )
+        outputs = outputs_at(self.model, hidden, columns)
+        candidates, counts, chances = propose(self.model, outputs, batch, self.options, held)
+        counts = counts.where(is_there[:, 0], 1)  # without the group there are no new guesses
         fetched = torch.cat([held, counts[:, None], ar_tokens, candidates], dim=1).tolist()
         decisions = []
-        for num_held, num_passed, *rest in fetched:
+        for (num_held, num_passed, *rest), row_chances in zip(fetched, chances.tolist()):
             ar_row, candidate_row = rest[:num_ar], rest[num_ar:]
-            accepted = ar_row[: num_held + 1]
             # Candidate 0 is for the place that AR's own token has just taken.
             new_guesses = candidate_row[1:num_passed]
-            decisions.append(Decision(accepted, new_guesses, num_held))
+            new_groups = self.groups_for(row_chances[1:num_passed])
+            accepted = ar_row[: num_held + 1]
+            decisions.append(Decision(accepted, new_guesses, new_groups, num_held))
         return decisions
+
+    def groups_for(self, chances: list[float]) -> list[int]:
+        """The numbers of new guesses for which the next forward has masks."""
+        most = self.options.groups
+        if most is None and self.options.temperature > 0:
+            return list(range(len(chances) + 1))  # the dice make improbable guesses hold
+        if most is None and self.model.device.type == "cpu" and len(self.rows) > 1:
+            most = 1  # every row is as wide as the widest, and a CPU computes each position
+        return lossless.likely_groups(chances, most or len(chances) + 1)
 
 
 def widest_feed(options: Options, block: int) -> int:
@@ -401,7 +469,7 @@ def widest_feed(options: Options, block: int) -> int:
 
 
 def generate(
-    model: Qwen2, prompts: list[list[int]], rows: int = 8, tau: Tau | list[Tau] = 0.95, **options
+    model: Qwen2, prompts: list[list[int]], rows=8, tau: Tau | list[Tau] | None = None, **options
 ) -> list[Answer]:
     """Decode prompts (token ids), `rows` at a time; tau for all, or a list with one per prompt.
 
@@ -423,14 +491,14 @@ def generate(
 # ------------------------------------------------------------------------------------ command line
 
 
-def load_for_decoding(args) -> tuple:
+def load_for_decoding(args, options: Options) -> tuple:
     """The model and chat of --model, or the bundled ones; a note if it may not know masks."""
     device, dtype = find_device(args.device, args.dtype)
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
-    uses_masks = not is_plain_ar(args.tau, args.metric)
-    if uses_masks and not args.block and not model.config.block_size:
+    uses_masks = callable(options.tau) or not is_plain_ar(options.tau, options.metric)
+    if uses_masks and not options.block and not model.config.block_size:
         note("config.json has no block_size: if the model was not trained by MARS, use --tau 1")
     return model, chat
 
@@ -446,7 +514,7 @@ def main() -> None:
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
     options = read_options(args, Options)
-    model, chat = load_for_decoding(args)
+    model, chat = load_for_decoding(args, options)
     messages = [{"role": "user", "content": args.prompt}]
     if args.system:
         messages.insert(0, {"role": "system", "content": args.system})

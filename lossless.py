@@ -2,8 +2,8 @@
 
 This is ours, not the paper's. A MARS model is still an autoregressive model, so it can check its
 own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how many
-will hold, so that forward also carries a group of B masks for each possible number. With B = 4 and
-two guesses g1 g2 after the last token x:
+will hold, so that forward also carries a group of B masks for each number that is likely. With
+B = 4, two guesses g1 g2 after the last token x, and a group for each of the three numbers:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| up to x | up to g1 | up to g2
@@ -15,30 +15,55 @@ up to g1. Its first mask stands in the place of y and predicts the token after y
 
 Why this is exact: x, g1 and g2 see the tokens before them and never a mask, so the output at x is
 what AR says after x. If that is g1, the output at g1 is what AR says next, and so on, up to the
-first guess that AR disagrees with. Every forward gives at least one token. At temperature > 0 AR's
-token is a draw, and a guess holds if it equals that draw: the samples have AR's distribution.
+first guess that AR disagrees with. Every forward gives at least one token.
 
 How good the guesses are decides the speed, never the text. Guesses that hold are already in their
-slots of the cache. tau says how sure a guess must be to be worth checking.
+slots of the cache. tau says how sure a guess must be to be worth checking. A group that is missing
+costs nothing but time: if it was the one needed, the next forward has no guesses to check.
 
-All this is up to floating-point rounding: in bfloat16 a wider forward rounds differently, and where
-two tokens are almost equally likely either may come.
+At a temperature every position of the text has its own `dice`. A guess is drawn with
+the dice of its position, and AR's token with the same, so that both often come out alike (Gumbel
+coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
+
+All this is up to floating-point rounding: a wider forward rounds differently, and where two tokens
+are almost equally likely either may come. In bfloat16 that is not rare.
 """
+
+import hashlib
 
 import torch
 from torch import Tensor
 
+LEAST_ODDS = 0.02  # of a group; at one row leaving out more saved less than it cost
 
-def mask_groups(end: int, num_guesses: int, num_masks: int) -> list[tuple[int, int]]:
+
+def likely_groups(chances: list[float], most: int) -> list[int]:
+    """The numbers of guesses that may hold for which a group of masks is worth its cost: at most
+    `most`, the likeliest.
+
+    chances: for each guess, how likely it holds if all before it do (its probability). Exactly j
+    guesses hold with the odds c1 c2 ... cj (1 - c(j+1)); all of them with c1 c2 ... cK.
+    """
+    odds = []
+    all_so_far = 1.0
+    for chance in chances:
+        odds.append(all_so_far * (1 - chance))
+        all_so_far *= chance
+    odds.append(all_so_far)
+    groups = sorted(range(len(odds)), key=lambda j: odds[j], reverse=True)
+    return sorted(j for j in groups[:most] if odds[j] >= LEAST_ODDS)
+
+
+def mask_groups(end: int, groups: list[int], num_masks: int) -> list[tuple[int, int]]:
     """(pos, prefix) of the masks that follow a text of length `end` and its guesses in the feed.
 
-    Group j sees the text and the first j guesses; without guesses there is one group, the paper's.
-    mask_groups(9, 1, 2) is [(9, 9), (10, 9), (10, 10), (11, 10)].
+    Group j sees the text and the first j guesses. The paper's masks are the group 0.
+    mask_groups(9, [0, 2], 2) is [(9, 9), (10, 9), (11, 11), (12, 11)].
     """
     masks = []
-    for prefix in range(end, end + num_guesses + 1):
-        for pos in range(prefix, prefix + num_masks):
-            masks.append((pos, prefix))
+    for j in groups:
+        for pos in range(end + j, end + j + num_masks):
+            masks.append((pos, end + j))
     return masks
 
 
@@ -54,16 +79,41 @@ def count_held(ar_tokens: Tensor, guesses: list[list[int]]) -> Tensor:
 
 
 def candidate_columns(
-    last_column: Tensor, num_guesses: list[int], num_masks: list[int], held: Tensor
-) -> Tensor:
-    """The columns of each row's feed that predict the next candidates: (R, 1 + max(num_masks)).
+    last_column: Tensor,
+    num_guesses: list[int],
+    groups: list[list[int]],
+    num_masks: list[int],
+    held: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The columns of each row's feed that predict the next candidates, (R, 1 + max(num_masks)), and
+    whether the row has them all, (R, 1).
 
     The first is predicted by the last token that holds, the others by the group of masks that saw
-    exactly the guesses that hold. last_column (R, 1) is that of x; held (R, 1) counts the guesses
-    that hold.
+    exactly the guesses that hold, if the feed has it. last_column (R, 1) is that of x; held (R, 1)
+    counts the guesses that hold.
     """
-    window = torch.arange(max(num_masks), device=last_column.device)
-    num_guesses = torch.tensor(num_guesses, device=last_column.device)[:, None]
-    num_masks = torch.tensor(num_masks, device=last_column.device)[:, None]
-    first_mask = last_column + 1 + num_guesses + held * num_masks
-    return torch.cat([last_column + held, first_mask + window], dim=1)
+    # The place of group j among the row's groups, -1 if it is missing: (R, 1 + max(num_guesses)).
+    places = [[-1] * (1 + max(num_guesses)) for _ in groups]
+    for row, row_groups in zip(places, groups):
+        for place, j in enumerate(row_groups):
+            row[j] = place
+    device = last_column.device
+    place = torch.tensor(places, device=device).gather(1, held)
+    window = torch.arange(max(num_masks), device=device)
+    num_guesses = torch.tensor(num_guesses, device=device)[:, None]
+    num_masks = torch.tensor(num_masks, device=device)[:, None]
+    first_mask = last_column + 1 + num_guesses + place.clamp(min=0) * num_masks
+    return torch.cat([last_column + held, first_mask + window], dim=1), place >= 0
+
+
+def dice(seed: int, index: int, position: int, like: Tensor) -> Tensor:
+    """Gumbel noise (V,) for the token at `position` of the text `index`; `like` is any (V,).
+
+    A function of (seed, index, position) and nothing else: no neighbour, no order of forwards and
+    no guess that failed changes it. They are mixed by a hash, not added: no two tokens may share
+    their dice. Float32 in any model, so that a seed means the same in all.
+    """
+    key = hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=7).digest()
+    generator = torch.Generator(like.device).manual_seed(int.from_bytes(key, "big"))
+    exponential = torch.empty(len(like), device=like.device).exponential_(generator=generator)
+    return -exponential.log()

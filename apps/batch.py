@@ -59,9 +59,10 @@ def main() -> None:
     options = read_options(args, Options)
     if args.tau_busy is not None:
         check_tau(args.tau_busy, options.metric)
-        options.tau = lambda waiting: args.tau_busy if waiting else args.tau
+        usual = options.tau
+        options.tau = lambda waiting: args.tau_busy if waiting else usual
     rows = read_rows(args.file)
-    model, chat = load_for_decoding(args)
+    model, chat = load_for_decoding(args, options)
     requests = []
     for line_number, row in rows.items():
         try:

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)
-    model, chat = load_for_decoding(args)
+    model, chat = load_for_decoding(args, options)
     opening = [{"role": "system", "content": args.system}] if args.system else []
     conversation = Conversation(model, chat, options, opening)
     conversation.request(

@@ -26,12 +26,16 @@ TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks a
 Result = TypeVar("Result")
 
 
-def read_problems(file: Path, limit: int | None = None) -> list[dict]:
+def read_problems(file: Path, limit: int | None = None, need_answers: bool = True) -> list[dict]:
     """The first `limit` rows of a JSONL file; each has a `prompt` and a number as `answer`."""
     problems = list(JsonlFile(file))[:limit]
     for line, problem in enumerate(problems, 1):
-        if not isinstance(problem.get("prompt"), str) or "answer" not in problem:
-            raise UserError(f"{file}: row {line} lacks prompt or answer")
+        if not isinstance(problem.get("prompt"), str):
+            raise UserError(f"{file}: row {line} lacks a prompt")
+        if "answer" not in problem:
+            if need_answers:
+                raise UserError(f"{file}: row {line} lacks an answer")
+            continue
         if last_number(str(problem["answer"])) is None:
             raise UserError(f"{file}: row {line}: the answer is not a number: {problem['answer']}")
     return problems

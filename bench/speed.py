@@ -13,12 +13,19 @@ A ratio is taken within a round, in which all settings run in turn; tables have 
 range over rounds. Efficiency is the ratio divided by tokens per forward. On a CPU in float32 a
 wider forward takes more time. A GPU with few rows waits for its memory, not for arithmetic, and
 comes closer to an efficiency of 1.
+
+Tokens per forward counts all tokens of an answer, its end of turn included, and all forwards of its
+row, the prefill included. The gap is the time between one token and the next: of tokens that come
+together all but the first have a gap of 0.
 """
 
 import functools
 import statistics
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 from plumbing.arguments import Parser, find_device, number
 from plumbing.attention import attend_folded, compile_forward, fast_for_one
@@ -35,7 +42,8 @@ from kv_cache import KVCache
 from model import Qwen2, config_json, load
 
 BLOCK_CACHES = (4, 8, 16, 32, 64, 128, 256)
-GUESS_TAUS = (0.0, 0.3, 0.5, 0.7, 0.9)
+GUESS_TAUS = (0.5, 0.9)
+GROUPS = (1, 2, 3, 5)
 # Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its
 # masks; five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
@@ -58,11 +66,31 @@ class Ours:
         decoder = self.decoder
         options = replace(self.options, max_new=max_new)
         answers = [Answer(prompt, decoder.model, options, i) for i, prompt in enumerate(prompts)]
+        for answer in answers:
+            answer.moments = []
         decoder.waiting.extend(answers)
-        for _ in decoder:
-            pass
+        for answer, tokens in decoder:
+            answer.moments += [time.perf_counter()] * len(tokens)
         decoder.clear_done()  # or the same prompts would cost nothing the next time
         return answers
+
+
+class Moments:
+    """A streamer for transformers' generate: when each token of a batch came."""
+
+    def __init__(self):
+        self.moments = None  # until the first call, which has the prompts
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """tokens: one for each row; or (1, N), several at once, from prompt lookup."""
+        if self.moments is None:
+            self.moments = []
+            return
+        count = tokens.size(1) if tokens.dim() == 2 else 1
+        self.moments += [time.perf_counter()] * count
+
+    def end(self) -> None:
+        pass
 
 
 class Theirs:
@@ -96,17 +124,20 @@ class Theirs:
             for row, prompt in enumerate(batch):
                 ids[row, width - len(prompt) :] = torch.tensor(prompt)
                 mask[row, width - len(prompt) :] = 1
+            streamer = Moments()
             output = self.model.generate(
                 ids.to(self.ours.device),
                 attention_mask=mask.to(self.ours.device),
                 max_new_tokens=max_new,
                 do_sample=False,
+                streamer=streamer,
                 **options,
             )
             for prompt, tokens in zip(batch, output[:, width:].tolist()):
                 answer = Text(prompt, max_new, self.ours.config)
                 answer.take(tokens, num_positions=0)  # up to the end of the turn
                 answer.accepted.clear()  # transformers does not say what each forward gave
+                answer.moments = streamer.moments[: len(answer.tokens)]
                 answers.append(answer)
         return answers
 
@@ -121,6 +152,9 @@ def table5(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
 
 def lossless(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
     ways = {"AR": ours(tau=1.0), f"tau {args.tau:g}": ours(tau=args.tau)}
+    ways["verify"] = ours(verify=True)
+    for groups in GROUPS:
+        ways[f"verify, groups {groups}"] = ours(verify=True, groups=groups)
     for tau in GUESS_TAUS:
         ways[f"verify, tau {tau:g}"] = ours(tau=tau, verify=True)
     return ways
@@ -133,7 +167,7 @@ def next_to(theirs: Theirs, ours: Callable[..., Way], rows: int, args) -> dict[s
     ways["ours, AR"] = ours(tau=1.0)
     if not args.shape:
         ways[f"ours, tau {args.tau:g}"] = ours(tau=args.tau)
-        ways["ours, verify, tau 0"] = ours(tau=0.0, verify=True)
+        ways["ours, verify"] = ours(verify=True)
     return ways
 
 
@@ -161,19 +195,25 @@ def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict],
             ratios = common.ratios(speeds, tokens_per_second(answers[base], seconds[base]))
             first_token = statistics.median(seconds[f"{name}, first token"])
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
+            right = ""
+            if all("answer" in problem for problem in asked):
+                right = f"{common.accuracy(chat, answers[name], asked):.1%}"
             lines.append(
                 [
                     name,
                     f"{statistics.median(speeds):.1f}",
                     common.spread(ratios),
                     *per_forward(answers[name], statistics.median(ratios)),
+                    held_ahead(answers[name]),
                     f"{1000 * first_token / len(prompts):.1f}",
+                    gaps(answers[name]),
                     f"{sum(same) / len(same):.1%}",
-                    f"{common.accuracy(chat, answers[name], asked):.1%}",
+                    right,
                 ]
             )
         head = [f"rows: {rows}", "tok/s", f"x {base} (range)", "tokens/forward"]
-        head += ["positions/forward", "efficiency", "first token, ms/prompt", f"text of {base}"]
+        head += ["positions/forward", "efficiency", "guesses held 1, 2, ... ahead"]
+        head += ["first token, ms/prompt", "gap p50, p99, ms", f"text of {base}"]
         print(f"\n{common.table([*head, 'accuracy'], lines)}", flush=True)
 
 
@@ -190,6 +230,28 @@ def per_forward(answers: list[Text], ratio: float) -> list[str]:
     tokens = common.tokens_per_forward(answers)
     positions = common.positions_per_forward(answers)
     return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}"]
+
+
+def held_ahead(answers: list[Text]) -> str:
+    """Of the guesses that were checked 1, 2, ... places ahead, the share that held."""
+    checked = Counter()
+    held = Counter()
+    for answer in answers:
+        for num_checked, num_accepted in zip(getattr(answer, "checked", []), answer.accepted):
+            checked.update(range(1, num_checked + 1))
+            held.update(range(1, num_accepted))
+    return " ".join(f"{held[ahead] / checked[ahead]:.2f}" for ahead in sorted(checked))
+
+
+def gaps(answers: list[Text]) -> str:
+    """The time between tokens of the last round: the median and the 99th percentile."""
+    waits = []
+    for answer in answers:
+        waits += [later - earlier for earlier, later in pairwise(answer.moments)]
+    if not waits:
+        return ""
+    waits.sort()
+    return ", ".join(f"{1000 * waits[int(share * len(waits))]:.1f}" for share in (0.5, 0.99))
 
 
 # --------------------------------------------------------------------------------- width and length
@@ -304,7 +366,7 @@ def parse_arguments():
 
 def main() -> None:
     args = parse_arguments()
-    problems = common.read_problems(args.data, args.limit)
+    problems = common.read_problems(args.data, args.limit, need_answers=False)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
     if args.shape:

@@ -11,11 +11,12 @@ from common import random_prompt, tiny_model
 from decode import (
     Answer,
     Options,
+    Outputs,
     check_tau,
     confidences,
     generate,
     is_plain_ar,
-    logits_at,
+    outputs_at,
     passing_lengths,
     propose,
 )
@@ -75,12 +76,14 @@ def test_probabilities_are_not_rounded_to_bfloat16():
     hidden = torch.zeros(1, 2, model.config.hidden_size, dtype=torch.bfloat16)
     hidden[..., 0] = 1
     model.config.mask_token_id = None
-    logits = logits_at(model, hidden, torch.tensor([[0, 1]]))
+    outputs = outputs_at(model, hidden, torch.tensor([[0, 1]]))
+    logits = outputs.logits
     assert logits[0, 0].tolist() == [0, 0, 0, 9.5, 0, 0, 0, 0]
     assert logits.dtype == torch.float32 and logits.bfloat16().softmax(-1).max() == 1
     model.config.mask_token_id = 1
     options = Options(tau=0.9999, block=1)
-    assert propose(logits, [Answer([2, 3], model, options)], options)[1].tolist() == [1]
+    answer = Answer([2, 3], model, options)
+    assert propose(model, outputs, [answer], options)[1].tolist() == [1]
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
@@ -94,14 +97,15 @@ def test_candidates_at_a_temperature_by_hand():
     draws = 3000
     model = tiny_model(random.Random(0))
     batch = [Answer([2], model, options, i) for i in range(draws)]
-    tokens, counts = propose(p.log().expand(draws, 2, 3), batch, options)
+    outputs = Outputs(None, p.log().expand(draws, 2, 3))
+    tokens, counts, _ = propose(model, outputs, batch, options)
     expected = draws * p**2 / (p**2).sum()
     for position in (0, 1):
         drawn = torch.bincount(tokens[:, position], minlength=3)
         assert chi_square(drawn, expected) < 13.8  # p = 0.001, 2 degrees of freedom
     assert torch.equal(counts == 2, p[tokens[:, 1]] >= 0.25)
     cold = Options(temperature=1e-40, tau=0.25, block=1)  # must not overflow into NaN
-    assert (propose(p.log().expand(draws, 2, 3), batch, cold)[0] == 0).all()
+    assert (propose(model, outputs, batch, cold)[0] == 0).all()
 
 
 def test_temperature_one_draws_from_the_softmax():

@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 from commands import command, is_refused
-from common import ROOT
+from common import ROOT, endless_model
 
-from bench import common, quality, serving, training_cost
-from decode import Options
+from bench import common, quality, serving, speed, training_cost
+from decode import Answer, Options
 from model import load
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
@@ -64,8 +64,8 @@ def test_the_last_number_of_a_text():
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a", "response": "b"}, "row 1 lacks prompt or answer"),
-        ({"prompt": 1, "answer": "1"}, "row 1 lacks prompt or answer"),
+        ({"prompt": "a", "response": "b"}, "row 1 lacks an answer"),
+        ({"prompt": 1, "answer": "1"}, "row 1 lacks a prompt"),
         ({"prompt": "a", "answer": "many"}, "row 1: the answer is not a number: many"),
         ({"prompt": "a", "answer": None}, "row 1: the answer is not a number: None"),
     ],
@@ -161,7 +161,7 @@ def test_one_token_decoding_in_blocks_is_measured_as_such():
 
 def test_verified_answers_are_those_of_tau_1():
     status, out, _ = command("bench.quality", *TOY, "--verify", "--limit", 12, "--tau", 0)
-    assert status == 0 and tables(out)[0]["0"][2:] == ["25.0", "12", "0", "0"]
+    assert status == 0 and tables(out)[0]["0"][2:] == ["8.7", "12", "0", "0"]
 
 
 @pytest.mark.parametrize(
@@ -244,11 +244,27 @@ def test_the_table_of_lossless_speeds():
     per_forward = {name: number(cells[2]) for name, cells in table.items()}
     positions = {name: number(cells[3]) for name, cells in table.items()}
     assert status == 0 and per_forward["AR"] == positions["AR"] == 1
-    assert per_forward["verify, tau 0"] > per_forward["tau 0.95"] > 2
-    assert positions["verify, tau 0"] == 25 > positions["verify, tau 0.9"]
+    assert per_forward["verify"] > per_forward["tau 0.95"] > 2
+    assert per_forward["verify"] == per_forward["verify, groups 5"]  # one row
+    assert per_forward["verify"] > per_forward["verify, groups 1"]
+    assert 25 > positions["verify"] > positions["verify, groups 1"]
     for name, cells in table.items():
         if name.startswith("verify"):
-            assert cells[6] == "100.0%", "the text of AR"
+            assert cells[8] == "100.0%", "the text of AR"
+            shares = [float(share) for share in cells[5].split()]
+            assert len(shares) == 4 and 1 >= shares[0] > shares[3] > 0.4
+            median, high = map(float, cells[7].split(", "))
+            assert 0 <= median < high
+
+
+def test_how_many_guesses_held():
+    """Two forwards: of three guesses two held; of one guess none did."""
+    answer = Answer([2], endless_model(), Options(verify=True))
+    answer.checked = [0, 3, 1]
+    answer.accepted = [1, 3, 1]
+    assert speed.held_ahead([answer]) == "0.50 1.00 0.00"
+    answer.moments = [0.0, 0.2, 0.2, 0.3]
+    assert speed.gaps([answer]) == "100.0, 200.0"
 
 
 def test_next_to_transformers(monkeypatch):
@@ -260,8 +276,8 @@ def test_next_to_transformers(monkeypatch):
     alone, batch = tables(out)
     assert alone.keys() - batch.keys() == {"prompt lookup"} and len(batch) == 4
     for cells in [*alone.values(), *batch.values()]:
-        assert number(cells[0]) > 0 and number(cells[5]) > 0
-        assert cells[6] == "100.0%", "the text of transformers"
+        assert number(cells[0]) > 0 and number(cells[6]) > 0
+        assert cells[8] == "100.0%", "the text of transformers"
     monkeypatch.setitem(common.SHAPES, "0.5B", (64, 128, 2, 4, 2, 640, True))
     status, out, err = command("bench.speed", *TOY, "--transformers", "--shape", "0.5B", *words)
     assert status == 0, err

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 from plumbing.errors import UserError
 
@@ -30,11 +31,17 @@ from model import load, visible
 
 
 def test_mask_groups_by_hand():
-    """A text of 9 tokens: a group of masks after the text and after each guess."""
-    assert lossless.mask_groups(9, 0, 3) == [(9, 9), (10, 9), (11, 9)]
-    assert lossless.mask_groups(9, 1, 2) == [(9, 9), (10, 9), (10, 10), (11, 10)]
-    assert lossless.mask_groups(2, 2, 1) == [(2, 2), (3, 3), (4, 4)]
-    assert lossless.mask_groups(9, 3, 0) == []
+    """A text of 9 tokens: a group of masks after the text, and after some numbers of guesses."""
+    assert lossless.mask_groups(9, [0], 3) == [(9, 9), (10, 9), (11, 9)]
+    assert lossless.mask_groups(9, [0, 1], 2) == [(9, 9), (10, 9), (10, 10), (11, 10)]
+    assert lossless.mask_groups(2, [0, 2], 1) == [(2, 2), (4, 4)]
+    assert lossless.mask_groups(9, [0, 3], 0) == []
+    assert lossless.mask_groups(9, [], 3) == []
+
+
+def some(rng: random.Random, num_guesses: int) -> list[int]:
+    """Groups for some of the numbers of guesses that may hold, perhaps for none."""
+    return [j for j in range(num_guesses + 1) if rng.random() < 0.6]
 
 
 def test_groups_of_masks_see_what_they_are_for():
@@ -45,19 +52,33 @@ def test_groups_of_masks_see_what_they_are_for():
         num_guesses = rng.randint(0, 4)
         num_masks = rng.randint(1, 4)
         clean = [(pos, pos + 1) for pos in range(end + num_guesses)]
-        groups = lossless.mask_groups(end, num_guesses, num_masks)
-        assert len(groups) == (num_guesses + 1) * num_masks
-        k_pos, k_prefix = torch.tensor(clean + groups).unbind(-1)
-        for j in range(num_guesses + 1):
+        groups = some(rng, num_guesses)
+        masks = lossless.mask_groups(end, groups, num_masks)
+        assert len(masks) == len(groups) * num_masks
+        k_pos, k_prefix = torch.tensor(clean + masks).unbind(-1)
+        for place, j in enumerate(groups):
             for i in range(num_masks):
-                q_pos, q_prefix = groups[j * num_masks + i]
+                q_pos, q_prefix = masks[place * num_masks + i]
                 assert q_pos == end + j + i
                 expected = [pos < end + j for pos, _ in clean]
-                for other in range(len(groups)):
-                    group, place = divmod(other, num_masks)
-                    expected.append(group == j and place <= i)
+                for other in range(len(masks)):
+                    other_place, other_i = divmod(other, num_masks)
+                    expected.append(other_place == place and other_i <= i)
                 seen = visible(q_pos, q_prefix, torch.tensor(0), k_pos, k_prefix, 0)
                 assert seen.tolist() == expected
+
+
+def test_likely_groups_by_hand():
+    """Odds of .9, .9 * .5 and so on: none holds .1, one .45, two .36, all three .09."""
+    chances = [0.9, 0.5, 0.2]
+    assert lossless.likely_groups(chances, most=9) == [0, 1, 2, 3]
+    assert lossless.likely_groups(chances, most=3) == [0, 1, 2]
+    assert lossless.likely_groups(chances, most=2) == [1, 2]
+    assert lossless.likely_groups(chances, most=1) == [1]
+    assert lossless.likely_groups([], most=1) == [0]
+    assert lossless.likely_groups([0.99, 0.99], most=9) == [2]  # the others: .01 and .0099
+    assert lossless.likely_groups([0.979], most=9) == [0, 1]
+    assert lossless.likely_groups([0.1, 0.1], most=9) == [0, 1]  # all of them: .01
 
 
 def test_count_held_by_hand():
@@ -70,19 +91,28 @@ def test_count_held_by_hand():
 
 def test_candidate_columns_by_hand():
     """The drawing of lossless.py, B = 4: x at column 0, two guesses, three groups; one holds."""
-    columns = lossless.candidate_columns(torch.tensor([[0]]), [2], [4], torch.tensor([[1]]))
+    one = torch.tensor([[1]])
+    columns, found = lossless.candidate_columns(torch.tensor([[0]]), [2], [[0, 1, 2]], [4], one)
     assert columns.tolist() == [[1, 7, 8, 9, 10]]  # g1, then the masks that saw g1
+    assert found.tolist() == [[True]]
+    # Without the group for no guess that one is the first; without its own there is none.
+    columns, found = lossless.candidate_columns(torch.tensor([[0]]), [2], [[1, 2]], [4], one)
+    assert columns.tolist() == [[1, 3, 4, 5, 6]] and found.tolist() == [[True]]
+    columns, found = lossless.candidate_columns(torch.tensor([[0]]), [2], [[0, 2]], [4], one)
+    assert columns[0, 0] == 1 and found.tolist() == [[False]]
     # Rows with other numbers of guesses, masks and real tokens; shorter ones are filled up.
-    columns = lossless.candidate_columns(
-        last_column=torch.tensor([[0], [3], [5], [0]]),
-        num_guesses=[2, 1, 0, 3],
-        num_masks=[2, 2, 3, 0],
-        held=torch.tensor([[2], [0], [0], [3]]),
+    columns, found = lossless.candidate_columns(
+        last_column=torch.tensor([[0], [3], [5], [0], [7]]),
+        num_guesses=[2, 1, 0, 3, 1],
+        groups=[[0, 1, 2], [0], [0], [0], []],
+        num_masks=[2, 2, 3, 0, 2],
+        held=torch.tensor([[2], [0], [0], [3], [1]]),
     )
     assert columns[0].tolist() == [2, 7, 8, 9]
     assert columns[1].tolist() == [3, 5, 6, 7]
     assert columns[2].tolist() == [5, 6, 7, 8]
-    assert columns[3, 0] == 3
+    assert columns[3:, 0].tolist() == [3, 8]
+    assert found.tolist() == [[True], [True], [True], [False], [False]]
 
 
 def test_the_columns_are_those_of_the_feed():
@@ -93,48 +123,65 @@ def test_the_columns_are_those_of_the_feed():
         block = rng.randint(1, 5)
         answer = Answer(random_prompt(rng, 9), model, Options(verify=True, block=block, tau=0.3))
         answer.guesses = random_prompt(rng, rng.randint(0, block))
+        answer.groups = some(rng, len(answer.guesses))
         num_cached = rng.randint(0, 8)
         feed = answer.feed(num_cached, MASK)
         held = rng.randint(0, len(answer.guesses))
         last = torch.tensor([[len(answer.ids) - num_cached - 1]])
-        columns = lossless.candidate_columns(
-            last, [len(answer.guesses)], [answer.num_masks], torch.tensor([[held]])
+        columns, found = lossless.candidate_columns(
+            last, [len(answer.guesses)], [answer.groups], [block], torch.tensor([[held]])
         )
-        first, *masks = [feed[column] for column in columns[0].tolist()]
         text = answer.ids + answer.guesses[:held]
-        assert first == (text[-1], len(text) - 1, len(text))
-        assert masks == [(MASK, len(text) + i, len(text)) for i in range(block)]
+        assert feed[columns[0, 0]] == (text[-1], len(text) - 1, len(text))
+        assert found.item() == (held in answer.groups)
+        if found:
+            masks = [feed[column] for column in columns[0, 1:].tolist()]
+            assert masks == [(MASK, len(text) + i, len(text)) for i in range(block)]
 
 
 # ------------------------------------------------------------------------------------- the decoder
 
 
-def by_hand(model, prompt: list[int], tau: float, block: int, max_new: int):
+def groups_by_hand(chances: list[float], most: int) -> list[int]:
+    """The `most` likeliest of those with odds of .02 and more; the odds by the definition."""
+    odds = {}
+    for j in range(len(chances) + 1):
+        odds[j] = math.prod(chances[:j])
+        if j < len(chances):
+            odds[j] *= 1 - chances[j]
+    ranked = sorted(odds, key=odds.get)[::-1]
+    return [j for j in ranked[:most] if odds[j] >= 0.02]
+
+
+def by_hand(model, prompt: list[int], tau: float, block: int, max_new: int, groups: int):
     """Greedy AR, token by token, and the forwards that guessing would have taken; no cache.
 
     A forward goes on for as long as AR says what had been guessed. Then the masks that follow the
-    text so far (without the last token) guess what comes after it, as far as they are sure of it.
+    text so far (without the last token) guess what comes after it, as far as they are sure of it;
+    if the forward had masks for this number of guesses.
     """
     tokens = []
     accepted = []
     widths = []
     guesses = []
+    masked = [0]
     while tokens[-1:] != [EOS] and len(tokens) < max_new:
         num_before = len(tokens)
         num_masks = 0 if tau >= 1 else block
         num_fed = 1 if tokens else len(prompt)  # the last token; what held before is cached
-        widths.append(num_fed + len(guesses) + (len(guesses) + 1) * num_masks)
+        widths.append(num_fed + len(guesses) + len(masked) * num_masks)
         while True:
             said, *ahead = predictions(model, prompt + tokens, block)
             tokens.append(said[1])
             if tokens[-1] == EOS or len(tokens) == max_new or guesses[:1] != tokens[-1:]:
                 break
             guesses = guesses[1:]
-        guesses = []
-        if tau < 1:
-            sure = itertools.takewhile(lambda guess: guess[0] >= tau, ahead)
-            guesses = [token for _, token in sure]
         accepted.append(len(tokens) - num_before)
+        sure = []
+        if tau < 1 and accepted[-1] - 1 in masked:
+            sure = list(itertools.takewhile(lambda guess: guess[0] >= tau, ahead))
+        guesses = [token for _, token in sure]
+        masked = groups_by_hand([chance for chance, _ in sure], groups)
     return tokens, accepted, widths
 
 
@@ -153,6 +200,7 @@ def test_text_and_forwards_by_hand():
         prompts = [random_prompt(rng, prompt_length(rng)) for _ in range(5)]
         taus = [rng.choice([0.0, 0.2, 0.4, 1.0]) for _ in prompts]
         options = {"block": block, "max_new": rng.choice([1, 2, 7, 20, 40])}
+        options["groups"] = rng.randint(1, block + 1)
         rows = rng.randint(1, 6)
         answers = generate(model, prompts, rows=rows, tau=taus, verify=True, **options)
         for prompt, tau, answer in zip(prompts, taus, answers):
@@ -164,7 +212,45 @@ def test_text_and_forwards_by_hand():
                 num_ended_early += 1
             if tau < 0.4:
                 accepted += answer.accepted[1:]
-    assert mean(accepted) > 1.25 and max(accepted) > 3 and num_ended_early > 10
+    assert mean(accepted) > 1.15 and max(accepted) > 3 and num_ended_early > 10
+
+
+def test_any_groups_may_be_missing(monkeypatch):
+    """At random, all of them at times; greedy and at a temperature, alone and in ragged batches."""
+    rng = random.Random(0)
+    monkeypatch.setattr(Decoder, "groups_for", lambda self, chances: some(rng, len(chances)))
+    num_forwards = 0
+    num_tokens = 0
+    for seed in cases(25, 1000):
+        case = random.Random(seed)
+        model = tiny_model(case)
+        prompts = [random_prompt(case, prompt_length(case)) for _ in range(4)]
+        options = {"block": case.randint(1, 6), "max_new": case.choice([2, 7, 30])}
+        options |= {"temperature": case.choice([0.0, 1.0]), "seed": case.randrange(9)}
+        plain = generate(model, prompts, tau=1, **options)
+        for rows in (1, case.randint(2, 5)):
+            answers = generate(model, prompts, rows, verify=True, **options)
+            assert [a.tokens for a in answers] == [a.tokens for a in plain], (seed, rows)
+            num_tokens += sum(len(answer.tokens) for answer in answers)
+            num_forwards += sum(answer.forwards for answer in answers)
+    assert num_tokens > 1.2 * num_forwards
+
+
+def test_how_many_groups_there_are_by_default():
+    """All that are likely at one row; one in a batch on a CPU; all of them at a temperature."""
+    model = tiny_model(random.Random(0))
+    even = [0.5, 0.5, 0.5]
+    for rows, options, expected in [
+        (1, {}, [0, 1, 2, 3]),
+        (2, {}, [0]),
+        (2, {"groups": 2}, [0, 1]),
+        (1, {"groups": 1}, [0]),
+        (2, {"temperature": 1.0}, [0, 1, 2, 3]),
+        (2, {"temperature": 1.0, "groups": 1}, [0]),
+    ]:
+        decoder = Decoder(model, [], Options(verify=True, **options), rows, longest=20)
+        assert decoder.groups_for(even) == expected, (rows, options)
+    assert Decoder(model, [], Options(verify=True), 1, 20).groups_for([0.99, 0.99]) == [2]
 
 
 def test_the_toy_model_says_what_it_says_one_token_at_a_time():
@@ -235,17 +321,39 @@ def test_a_conversation_goes_on_from_what_was_checked():
 # ------------------------------------------------------------------------------- at a temperature
 
 
-def test_draws_are_those_of_the_prompt_alone():
-    """However many guesses the neighbours have."""
+def test_the_sampled_text_is_the_one_that_ar_samples():
+    """With the dice of the same seed; however many guesses a row and its neighbours have.
+
+    The dice used to come from a generator, so the order of draws changed the text.
+    """
     for seed in cases(10, 100):
         rng = random.Random(seed)
         model = tiny_model(rng)
         options = {"temperature": 1.0, "verify": True, "max_new": 20}
         prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(6)]
         taus = [rng.choice([0.0, 0.3, 1.0]) for _ in prompts]
+        options["seed"] = rng.randrange(5)
+        plain = generate(model, prompts, tau=1, **(options | {"verify": False}))
         one = generate(model, prompts, 1, taus, **options)
         four = generate(model, prompts, 4, taus, **options)
+        assert [a.tokens for a in one] == [a.tokens for a in plain]
         assert [(a.tokens, a.accepted) for a in one] == [(a.tokens, a.accepted) for a in four]
+
+
+def test_every_seed_text_and_position_has_its_own_dice():
+    """Gumbel noise: a mean of .577 and a variance of pi^2 / 6. Mixed, not added: seed 1 of text 0
+    has not the dice of seed 0 of text 1, nor has position 12 of text 1 those of 2 of text 11."""
+    like = torch.zeros(200)
+    seen = {}
+    for seed, index, position in itertools.product(range(12), range(12), range(12)):
+        drawn = lossless.dice(seed, index, position, like)
+        assert drawn.dtype == torch.float32
+        seen[tuple(drawn.tolist()[:3])] = drawn
+    assert len(seen) == 12**3
+    noise = torch.cat(list(seen.values()))
+    assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - math.pi**2 / 6) < 0.02
+    again = lossless.dice(3, 5, 7, like.double())
+    assert torch.equal(again, lossless.dice(3, 5, 7, like))
 
 
 def ar_distribution(model, prompt: list[int], length: int) -> dict[tuple, float]:
@@ -303,9 +411,11 @@ def test_samples_are_those_of_plain_ar(broken, monkeypatch):
     if broken:
         choose = decode.choose
 
-        def wrong(logits, batch, options):
-            said = choose(logits, batch, options)
-            again = choose(logits, batch, options)
+        def wrong(model, outputs, batch, options, held=None):
+            said = choose(model, outputs, batch, options, held)
+            if held is not None:  # new guesses
+                return said
+            again = choose(model, outputs, batch, replace(options, seed=99))
             given = torch.full_like(said, -1)
             for row, answer in zip(given, batch):
                 guesses = answer.guesses if answer else []

@@ -71,7 +71,7 @@ def test_admission_order_changes_nothing():
         block_cache = rng.choice([None, 4])
         prompts = [random_prompt(rng, rng.randint(1, 30)) for _ in range(9)]
         how = {"tau": 0.2, "temperature": 1.0, "max_new": 24, "block_cache": block_cache}
-        expected = [naive(model, prompt, seed=i, **how) for i, prompt in enumerate(prompts)]
+        expected = [naive(model, prompt, i, **how) for i, prompt in enumerate(prompts)]
         options = Options(**how)
         for rows in (1, 2, 4, 9):
             answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
@@ -95,7 +95,8 @@ def test_what_a_row_still_holds_is_not_fed_again():
             decoder.waiting.append(answer)
             held = decoder.cache.lengths[0]
             list(decoder)
-            [fresh] = generate(model, [prompt], **vars(options) | {"seed": turn})
+            fresh = Answer(prompt, model, options, turn)
+            list(Decoder(model, [fresh], options, 1))
             assert same(answer, fresh), (seed, turn)
             spared = sum(fresh.positions) - sum(answer.positions)
             if turn < 2:

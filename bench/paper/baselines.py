@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import train
-from decode import Answer, Decision, Decoder, Options, logits_at
+from decode import Answer, Decision, Decoder, Options, outputs_at
 from kv_cache import KVCache
 from model import Qwen2, visible
 from train import Batch
@@ -196,17 +196,16 @@ class Jacobi(Decoder):
     def decide(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[Decision]:
         num_guesses = self.options.block
         ahead = torch.arange(num_guesses + 1, device=last.device)
-        predicted = logits_at(self.model, hidden, last + ahead).argmax(-1).tolist()
+        predicted = outputs_at(self.model, hidden, last + ahead).logits.argmax(-1).tolist()
         decisions = super().decide(hidden, last, batch)
         for row, answer in enumerate(batch):
             if answer is None:
                 continue
-            num_held = decisions[row].num_held
             after_guesses = predicted[row][: len(answer.guesses) + 1]
-            guesses = after_guesses[num_held + 1 :]
+            guesses = after_guesses[decisions[row].num_held + 1 :]
             while len(guesses) < num_guesses:  # any guess will do
                 guesses.append(after_guesses[-1])
-            decisions[row] = Decision(decisions[row].tokens, guesses, num_held)
+            decisions[row] = decisions[row]._replace(guesses=guesses)
         return decisions
 
 

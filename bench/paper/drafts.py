@@ -51,6 +51,7 @@ class WithDraft:
         self.target.waiting.append(answer)
         while not answer.done:
             answer.guesses = self.propose(answer)
+            answer.groups = list(range(len(answer.guesses) + 1))
             self.target.step()
             if answer.guesses and not answer.done:
                 accept_guesses(answer)
