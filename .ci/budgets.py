@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files right in it
-    "model.py": 395,
+    "model.py": 405,
     "kv_cache.py": 100,
-    "decode.py": 465,
+    "decode.py": 530,
     "lossless.py": 140,
     "train.py": 440,
     "plumbing": 1910,
     "apps": 430,
-    "bench": 1300,
+    "bench": 1370,
     "bench/paper": 1314,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/
