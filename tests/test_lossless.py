@@ -356,6 +356,20 @@ def test_every_seed_text_and_position_has_its_own_dice():
     assert torch.equal(again, lossless.dice(3, 5, 7, like))
 
 
+def test_a_guess_rolls_the_dice_that_its_check_will_roll():
+    """Where all tokens are equally likely, the dice alone choose. Other dice would give the same
+    text, in more forwards."""
+    options = Options(verify=True, temperature=0.7, seed=5)
+    model = tiny_model(random.Random(0))
+    answer = Answer([2, 3], model, options, index=4)
+    outputs = decode.Outputs(torch.empty(0), torch.zeros(1, 3, 8))
+    for held in (0, 1, 2):
+        chosen = decode.choose(model, outputs, [answer], options, torch.tensor([[held]]))
+        for column, token in enumerate(chosen[0].tolist()):
+            position = len(answer.ids) + held + column
+            assert token == lossless.dice(5, 4, position, torch.zeros(8)).argmax()
+
+
 def ar_distribution(model, prompt: list[int], length: int) -> dict[tuple, float]:
     """The probability of every answer of up to `length` tokens, by enumeration."""
     ended = {}
