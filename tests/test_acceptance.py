@@ -6,13 +6,14 @@ from plumbing.errors import UserError
 
 import pytest
 import torch
-from common import random_prompt, tiny_model
+from common import MASK, random_prompt, tiny_model
 
 from decode import (
     Answer,
     Options,
     Outputs,
     check_tau,
+    choose,
     confidences,
     generate,
     is_plain_ar,
@@ -20,6 +21,7 @@ from decode import (
     passing_lengths,
     propose,
 )
+from lossless import dice
 
 
 def test_acceptance_by_hand():
@@ -84,6 +86,29 @@ def test_probabilities_are_not_rounded_to_bfloat16():
     options = Options(tau=0.9999, block=1)
     answer = Answer([2, 3], model, options)
     assert propose(model, outputs, [answer], options)[1].tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@torch.inference_mode()
+def test_near_ties_are_decided_in_float32(temperature):
+    """In bfloat16 the logits of two tokens are often equal, and the first of them used to win."""
+    torch.manual_seed(0)
+    model = tiny_model(random.Random(0), vocab_size=300).bfloat16()
+    head = model.head.float()
+    model.head.data = (head[:1] + 0.05 * head).bfloat16()  # all tokens are nearly alike
+    hidden = 3 * torch.randn(4, 50, model.config.hidden_size).bfloat16()
+    logits = model.logits(hidden.flatten(0, 1)).view(4, 50, 300)
+    exact = hidden.double() @ model.head.double().T
+    exact[..., MASK] = float("-inf")
+    options = Options(temperature=temperature)
+    batch = [Answer([2, 3], model, options, index) for index in range(4)]
+    for answer, row in zip(batch, exact):
+        for position, column in enumerate(row, start=2):
+            column += temperature * dice(0, answer.index, position, column)
+    chosen = choose(model, Outputs(hidden, logits), batch, options)
+    assert torch.equal(chosen, exact.argmax(-1))
+    if temperature == 0:
+        assert (logits.argmax(-1) != exact.argmax(-1)).sum() > 10
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
