@@ -64,7 +64,9 @@ class Options:
     block: int | None = option(None, "masks per forward; None: as the model was trained", least=1)
     block_cache: int | None = option(None, "the paper's block cache, of this many tokens", least=1)
     verify: bool = option(False, "lossless: AR checks every guess", kind=bool)
-    groups: int | None = option(None, "groups of masks, with --verify; None: see docs", least=1)
+    groups: int | None = option(
+        None, "with --verify: groups of masks; None: all likely ones (rows on a CPU: one)", least=1
+    )
     max_new: int = option(256, "maximum number of new tokens", least=1)
     temperature: float = option(0.0, "0 is greedy", kind=float, least=0, below=math.inf)
     seed: int = option(0, "sampling seed", least=0, below=2**62)
