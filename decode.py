@@ -95,8 +95,8 @@ class Answer(Text):
         self.options = options
         self.given_tau = options.tau if tau is None else tau
         self.block = block_of(model, options)
-        self.guesses: list[int] = []  # what the next forward checks, and for which numbers of them
-        self.groups = [0]  # it has masks: lossless.py
+        self.guesses: list[int] = []  # what the next forward checks: lossless.py
+        self.groups = [0]  # numbers of guesses that may hold; masks follow each of them
         self.checked: list[int] = []  # how many guesses each forward checked
         self.update_tau(waiting=0)
 
@@ -169,7 +169,7 @@ def check_tau(tau: float, metric: str) -> None:
 
 
 def default_tau(options: Options) -> float:
-    """What to accept; with `verify`, all guesses: a wrong one costs less than a right one saves."""
+    """How sure a token must be to be accepted; with `verify`, every guess is worth checking."""
     if not options.verify:
         return 0.95
     return math.inf if options.metric == "entropy" else 0.0

@@ -34,7 +34,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-LEAST_ODDS = 0.02  # of a group; at one row leaving out more saved less than it cost
+LEAST_ODDS = 0.02  # of a group: one that is needed less often than that is left out
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:

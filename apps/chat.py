@@ -74,9 +74,8 @@ def main() -> None:
     model, chat = load_for_decoding(args, options)
     opening = [{"role": "system", "content": args.system}] if args.system else []
     conversation = Conversation(model, chat, options, opening)
-    conversation.request(
-        [*opening, {"role": "user", "content": "?"}]
-    )  # raises if no turn is possible
+    # Find out now if no turn is possible.
+    conversation.request([*opening, {"role": "user", "content": "?"}])
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
     note(f"{COMMANDS}, Ctrl-C ends an answer, Ctrl-D the conversation")

@@ -58,7 +58,8 @@ def apply(base: str, file: Path, out: Path, any_weights: bool, dtype=torch.bfloa
             raise UserError(f"{message} (--any-weights applies it nevertheless)")
         note(f"{message}: expect fewer tokens per forward")
     apply_patch(weights, patch, chat.mask_id)
-    save(out, facts["config"] | {"mask_token_id": chat.mask_id}, chat, weights, dtype)
+    made = {"mask_token_id": chat.mask_id, "patch": facts["fingerprint"]}
+    save(out, facts["config"] | made, chat, weights, dtype)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 torch's threads (libgomp's) meet hundreds of times in a forward, and those that come first spin
 until the last one is there. If another program keeps a core busy, one of two threads is often the
-last by the length of a time slice: two threads are then three to six times slower than one.
+last by the length of a time slice: two threads are then two to four times slower than one.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from . import is_own_command
 
 INTERVAL = 0.25  # seconds between two looks
-STAT = Path("/proc/stat")  # Linux; elsewhere torch's threads sleep instead of spinning
+STAT = Path("/proc/stat")  # of Linux; elsewhere the number of threads stays torch's
 CHOSEN_BY_USER = any(name.startswith(("OMP_", "GOMP_", "MKL_")) for name in os.environ)
 
 

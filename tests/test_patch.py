@@ -86,6 +86,8 @@ def test_a_patched_model_in_transformers(tmp_path):
     assert command("apps.patch", "apply", base, file, out).status == 0
     ours, _ = load(str(out))
     assert ours.config.block_size == 6
+    _, facts = read_patch(file)
+    assert json.loads((out / "config.json").read_text())["patch"] == facts["fingerprint"]
     mask_id = ours.config.mask_token_id
     before = load_file(tmp_path / "base/model.safetensors")["lm_head.weight"].bfloat16()
     is_kept = (ours.lm_head.weight == before).all(-1)
@@ -98,7 +100,6 @@ def test_a_patched_model_in_transformers(tmp_path):
     expected = theirs(tokens).logits
     expected[..., mask_id] = float("-inf")
     assert torch.allclose(found, expected, atol=1e-2)
-    _, facts = read_patch(file)
     assert facts["license"] == "MIT" and facts["base"] == base
 
 
