@@ -332,6 +332,8 @@ class Decoder(Scheduler):
         cache = KVCache(model.config, rows, capacity, model.device, model.dtype, unit)
         super().__init__(answers, rows, cache)
         self.prefill, self.advance = attention.fast_forwards(model, cache, options.compile)
+        # Called at each forward with batch, outputs, candidates, decisions: see apps/trace.py.
+        self.watch = None
 
     def __iter__(self) -> Iterator[tuple[Answer, list[int]]]:
         """Yield every answer with its new tokens, as they come, until all are done."""
@@ -418,7 +420,10 @@ class Decoder(Scheduler):
         outputs = outputs_at(self.model, hidden, columns)
         candidates, counts, _ = propose(self.model, outputs, batch, self.options)
         fetched = torch.cat([counts[:, None], candidates], dim=1).tolist()  # one copy to the host
-        return [Decision(tokens[:count]) for count, *tokens in fetched]
+        decisions = [Decision(tokens[:count]) for count, *tokens in fetched]
+        if self.watch:
+            self.watch(batch, outputs, candidates, decisions)
+        return decisions
 
     def check(
         self, hidden: Tensor, last_column: Tensor, batch: list[Answer | None]
@@ -449,6 +454,8 @@ class Decoder(Scheduler):
             new_groups = self.groups_for(row_chances[1:num_passed])
             accepted = ar_row[: num_held + 1]
             decisions.append(Decision(accepted, new_guesses, new_groups, num_held))
+        if self.watch:
+            self.watch(batch, outputs, candidates, decisions)
         return decisions
 
     def groups_for(self, chances: list[float]) -> list[int]:

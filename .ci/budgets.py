@@ -11,11 +11,11 @@ from pathlib import Path
 BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files right in it
     "model.py": 405,
     "kv_cache.py": 100,
-    "decode.py": 531,
+    "decode.py": 538,
     "lossless.py": 140,
     "train.py": 440,
     "plumbing": 1910,
-    "apps": 430,
+    "apps": 530,
     "bench": 1370,
     "bench/paper": 1314,
 }
