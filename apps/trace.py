@@ -52,6 +52,7 @@ class Trace:
                 "held": decision.num_held,
                 "tokens": self.labels(decision.tokens),
                 "groups": answer.groups,
+                "masks": answer.num_masks,  # in each group
                 "candidates": pairs,
                 "passed": passed,
             }

@@ -84,6 +84,10 @@ def test_each_forward_fits_the_next(toy, settings):
             passes[0] = True
             assert forward["tokens"] == tokens[: forward["passed"]]
         assert forward["passed"] == [*passes, False].index(False)
+        if not options.block_cache:
+            num_new = 1 if options.verify else len(forward["tokens"])
+            num_masks = following["masks"] * len(following["groups"])
+            assert following["positions"] == num_new + len(following["checked"]) + num_masks
 
 
 def test_the_candidates_are_the_model_s(toy):
