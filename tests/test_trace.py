@@ -158,7 +158,7 @@ def test_in_a_browser(toy, tmp_path, settings):
         pytest.skip("needs a Chromium: apt-get install chromium")
     page = page_of(toy, toy_prompts(toy[1])[0], "<b>מחיר</b>", **settings)
     last = len(facts_of(page)["forwards"])
-    page = page.replace("The", "\\u003ci>The\\u003c/i>")  # as if the model said <i>The</i>
+    page = page.replace('"The"', '"\\u003ci>The\\u003c/i>"')  # as if the model said <i>The</i>
     file = tmp_path / "page.html"
     file.write_text(page + USER, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
