@@ -16,7 +16,7 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "train.py": 440,
     "plumbing": 1910,
     "apps": 530,
-    "bench": 1370,
+    "bench": 1480,
     "bench/paper": 1314,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/

@@ -26,17 +26,19 @@ TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks a
 Result = TypeVar("Result")
 
 
-def read_problems(file: Path, limit: int | None = None, need_answers: bool = True) -> list[dict]:
-    """The first `limit` rows of a JSONL file; each has a `prompt` and a number as `answer`."""
+def read_problems(file: Path, limit: int | None = None) -> list[dict]:
+    """The first `limit` rows of a JSONL file: a `prompt` (in GSM8K a `question`) and its `answer`.
+
+    The answer is a number, or a text whose last number counts. Either all rows have one or none.
+    """
     problems = list(JsonlFile(file))[:limit]
     for line, problem in enumerate(problems, 1):
-        if not isinstance(problem.get("prompt"), str):
+        problem.setdefault("prompt", problem.get("question"))
+        if not isinstance(problem["prompt"], str):
             raise UserError(f"{file}: row {line} lacks a prompt")
-        if "answer" not in problem:
-            if need_answers:
-                raise UserError(f"{file}: row {line} lacks an answer")
-            continue
-        if last_number(str(problem["answer"])) is None:
+        if ("answer" in problem) != ("answer" in problems[0]):
+            raise UserError(f"{file}: row {line}: either all rows must have an answer or none")
+        if "answer" in problem and last_number(str(problem["answer"])) is None:
             raise UserError(f"{file}: row {line}: the answer is not a number: {problem['answer']}")
     return problems
 
@@ -54,12 +56,14 @@ def last_number(text: str) -> str | None:
     return numbers[-1].replace(",", "")
 
 
-def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> float:
-    """Share of the answers whose last number is the problem's."""
+def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> str:
+    """In percent, the answers whose last number is the problem's; "" if the problems have none."""
+    if "answer" not in problems[0]:
+        return ""
     texts = [chat.decode(answer.tokens) for answer in answers]
     expected = [last_number(str(problem["answer"])) for problem in problems]
     right = [last_number(text) == wanted for text, wanted in zip(texts, expected)]
-    return sum(right) / len(right)
+    return f"{sum(right) / len(right):.1%}"
 
 
 def tokens_per_forward(answers: list[Text]) -> float:

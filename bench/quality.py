@@ -2,12 +2,14 @@
 
     python -m bench.quality                                  # the README's table over tau
     python -m bench.quality --verify --tau 0                 # is --verify lossless?
-    python -m bench.quality --data gsm8k.jsonl --max-new 128 --dtype bfloat16
+    python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128 --model ...
 
-An answer is right if its last number is the problem's. Where an answer parts from that of tau 1 and
-the model's two best logits are at most 1e-4 apart, it parted at a tie: the two tokens are as good
-as equal, and a forward of another width rounds differently. With --verify in float32 there is no
-other difference. If there is one, it is a bug, and the exit status is 1.
+An answer is right if its last number is the problem's. Prompts without answers will do, too.
+
+Where an answer parts from that of tau 1 and the model's two best logits are at most 1e-4 apart, it
+parted at a tie: the two tokens are as good as equal, and a forward of another width rounds
+differently. With --verify in float32 there is no other difference. If there is one, it is a bug,
+and the exit status is 1.
 """
 
 import sys
@@ -49,11 +51,11 @@ def gaps_at_parting(model: Qwen2, expected: list[Answer], answers: list[Answer])
     return gaps
 
 
-def figures(answers: list[Answer], right: float, gaps: list[float]) -> list[str]:
+def figures(answers: list[Answer], right: str, gaps: list[float]) -> list[str]:
     """A row of the table, without its tau."""
     num_ties = sum(gap <= TIE for gap in gaps)
     return [
-        f"{right:.1%}",
+        right,
         f"{common.tokens_per_forward(answers):.2f}",
         f"{common.positions_per_forward(answers):.1f}",
         f"{len(answers) - len(gaps)}",

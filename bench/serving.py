@@ -159,7 +159,7 @@ def main() -> None:
         work = functools.partial(replay, model, prompts, coming, options, args.rows)
         replays[name], seconds = common.timed(work, model.device)
         right = common.accuracy(chat, replays[name].answers, problems)
-        rows.append([name, *figures(replays[name], coming), f"{right:.1%}", f"{seconds:.1f}"])
+        rows.append([name, *figures(replays[name], coming), right, f"{seconds:.1f}"])
     print(f"{args.model}, {len(prompts)} problems, {args.rows} rows; time counted in forwards\n")
     head = ["tau", "tokens/time", "mean wait", "in bursts", "longest", "accuracy", "seconds"]
     print(common.table(head, rows))

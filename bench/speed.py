@@ -195,9 +195,6 @@ def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict],
             ratios = common.ratios(speeds, tokens_per_second(answers[base], seconds[base]))
             first_token = statistics.median(seconds[f"{name}, first token"])
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
-            right = ""
-            if all("answer" in problem for problem in asked):
-                right = f"{common.accuracy(chat, answers[name], asked):.1%}"
             lines.append(
                 [
                     name,
@@ -208,7 +205,7 @@ def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict],
                     f"{1000 * first_token / len(prompts):.1f}",
                     gaps(answers[name]),
                     f"{sum(same) / len(same):.1%}",
-                    right,
+                    common.accuracy(chat, answers[name], asked),
                 ]
             )
         head = [f"rows: {rows}", "tok/s", f"x {base} (range)", "tokens/forward"]
@@ -366,7 +363,7 @@ def parse_arguments():
 
 def main() -> None:
     args = parse_arguments()
-    problems = common.read_problems(args.data, args.limit, need_answers=False)
+    problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
     if args.shape:

@@ -22,8 +22,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
 
     def add_model(self, default: str | None, help: str) -> None:
-        """Add --model, --device and --dtype; `find_device` takes the last two."""
+        """Add --model, and what `add_device` adds."""
         self.add_argument("--model", default=default, help=help)
+        self.add_device()
+
+    def add_device(self) -> None:
+        """Add --device and --dtype: see `find_device`."""
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
         dtype_help = "None: bfloat16 on cuda, else float32"
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=dtype_help)

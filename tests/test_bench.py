@@ -2,13 +2,17 @@
 
 import json
 import os
+import random
 
+from plumbing.data import Example
+
+import numpy as np
 import pytest
 import torch
 from commands import command, is_refused
-from common import ROOT, endless_model
+from common import ROOT, cases, endless_model, random_prompt, tiny_model
 
-from bench import common, quality, serving, speed, training_cost
+from bench import common, likelihood, quality, serving, speed, training_cost
 from decode import Answer, Options
 from model import load
 
@@ -61,10 +65,27 @@ def test_the_last_number_of_a_text():
     assert common.last_number("none") is None
 
 
+def test_problems_as_their_authors_publish_them():
+    """GSM8K has a question and worked steps; IFEval's prompts have no answers."""
+    [first, *_] = common.read_problems(ROOT / "bench/data/gsm8k/test.jsonl")
+    assert first["prompt"].startswith("Janet") and common.last_number(first["answer"]) == "18"
+    prompts = common.read_problems(ROOT / "bench/data/ifeval/test.jsonl", limit=2)
+    _, chat = load(str(ROOT / "toy/mars"))
+    assert len(prompts) == 2 and common.accuracy(chat, [], prompts) == ""
+
+
+def test_all_rows_have_an_answer_or_none(tmp_path):
+    """The accuracy of some rows would pass for that of all."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
+    message = "row 2: either all rows must have an answer or none"
+    assert is_refused(command("bench.quality", "--data", file), message)
+
+
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a", "response": "b"}, "row 1 lacks an answer"),
+        ({"answer": "1"}, "row 1 lacks a prompt"),
         ({"prompt": 1, "answer": "1"}, "row 1 lacks a prompt"),
         ({"prompt": "a", "answer": "many"}, "row 1: the answer is not a number: many"),
         ({"prompt": "a", "answer": None}, "row 1: the answer is not a number: None"),
@@ -316,3 +337,52 @@ def test_the_tables_of_training_cost(monkeypatch):
     assert all(number(cells[1]) > 0 and number(cells[2]) > 0 for cells in table.values())
     status, out, _ = command("bench.training_cost", "--rows", 1000)
     assert status == 0 and out.startswith("1000 rows") and "MiB of memory" in out
+
+
+# ------------------------------------------------------------------------------------- likelihood
+
+
+def test_likelihood_is_that_of_one_token_after_another():
+    """Nats and greedy's choices, against a forward for every token of the answer."""
+    for seed in cases(3, 30):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        examples = []
+        for _ in range(4):
+            tokens = random_prompt(rng, rng.randint(3, 20))
+            examples.append(Example(tokens, prompt=rng.randint(1, len(tokens) - 1)))
+        found = likelihood.predict(model, examples)
+        for example, nats, right, count in zip(examples, *found):
+            expected_nats = 0.0
+            expected_right = 0
+            for end in range(example.prompt, len(example.tokens)):
+                text = torch.tensor([example.tokens[:end]])
+                hidden = model(text, torch.arange(end)[None], None)
+                odds = model.logits(hidden[0, -1:])[0].softmax(-1)
+                expected_nats -= odds[example.tokens[end]].log().item()
+                expected_right += odds.argmax().item() == example.tokens[end]
+            assert nats == pytest.approx(expected_nats, abs=1e-5)
+            assert (right, count) == (expected_right, example.targets)
+
+
+def test_an_interval_of_likelihood_covers_the_truth():
+    """In about 95 of 100 samples, with rows of unequal length."""
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(200):
+        counts = rng.integers(5, 100, 150).astype(float)
+        values = counts * (0.5 + rng.normal(0, 0.2, 150))
+        mean, low, high = likelihood.interval(values, counts)
+        assert mean == pytest.approx(values.sum() / counts.sum())
+        inside += low < 0.5 < high
+    assert 0.9 <= inside / 200 <= 0.99
+
+
+def test_the_command_that_prints_likelihood(tmp_path):
+    mars, sft = ROOT / "toy/mars", ROOT / "toy/sft"
+    done = command("bench.likelihood", ROOT / "toy/test.jsonl", sft, mars, sft, "--limit", 5)
+    [table] = tables(done.out)
+    assert 0 < number(table[str(mars)][0]) < 0.2 and table[str(sft)][1].startswith("+0.000 (")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
+    message = "row 1: neither messages nor prompt and response"
+    assert is_refused(command("bench.likelihood", tmp_path / "data.jsonl", mars), message)

@@ -88,7 +88,7 @@ def make_table(answers: dict, seconds: dict, chat: Chat, problems: list[dict]) -
         for base in ("AR", "AR draft + AR"):
             row.append(common.spread([a / b for a, b in zip(per_token[base], per_token[name])]))
         num_same = sum(a.tokens == b.tokens for a, b in zip(given, answers["AR"]))
-        row += [f"{common.accuracy(chat, given, problems):.1%}", f"{num_same / len(given):.0%}"]
+        row += [common.accuracy(chat, given, problems), f"{num_same / len(given):.0%}"]
         rows.append(row)
     head = ["", "tokens/target forward", "x AR (range)", "x AR + AR (range)", "accuracy"]
     return common.table([*head, "text of AR"], rows)
