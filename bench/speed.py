@@ -166,7 +166,8 @@ def next_to(theirs: Theirs, ours: Callable[..., Way], rows: int, args) -> dict[s
         ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
     ways["ours, AR"] = ours(tau=1.0)
     if not args.shape:
-        ways[f"ours, tau {args.tau:g}"] = ours(tau=args.tau)
+        for tau in (args.tau, 0.8):
+            ways[f"ours, tau {tau:g}"] = ours(tau=tau)
         ways["ours, verify"] = ours(verify=True)
     return ways
 

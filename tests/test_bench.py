@@ -295,7 +295,7 @@ def test_next_to_transformers(monkeypatch):
     status, out, err = command("bench.speed", *TOY, "--transformers", *words)
     assert status == 0, err
     alone, batch = tables(out)
-    assert alone.keys() - batch.keys() == {"prompt lookup"} and len(batch) == 4
+    assert alone.keys() - batch.keys() == {"prompt lookup"} and len(batch) == 5
     for cells in [*alone.values(), *batch.values()]:
         assert number(cells[0]) > 0 and number(cells[6]) > 0
         assert cells[8] == "100.0%", "the text of transformers"
