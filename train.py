@@ -294,7 +294,6 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
             return 0
 
         for examples, consumed, skipped in data.steps(args.batch, start_at=consumed):  # noqa: B020
-            free_cores.use()
             began = time.perf_counter()
             before = done
             done = share_done(args, step + 1, consumed, len(data.training))
@@ -305,6 +304,7 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
 
             sums = torch.zeros(2, device=model.device)
             for batch in batches(examples, model.config, args, rank, size, longest):
+                free_cores.use()
                 with autocast:
                     noisy, clean = losses(model, batch.to(model.device), args.distill)
                 loss = noisy + args.ar_weight * clean if is_mars else clean
