@@ -88,16 +88,17 @@ def test_what_the_user_or_the_program_around_us_set_stays(machine, monkeypatch):
             assert machine["threads"] == 2, name
 
 
-def test_every_forward_and_every_step_looks(monkeypatch, tmp_path):
+def test_every_forward_looks(monkeypatch, tmp_path):
+    """Once training looked at the beginning of a step only, and a step may take a minute."""
     looks = []
     monkeypatch.setattr(threads.FreeCores, "use", lambda self: looks.append(self))
     [answer] = generate(endless_model(), [[3, 4, 5]], tau=1, max_new=7)
     assert len(looks) == answer.forwards + 1  # the last look finds that all is done
     looks.clear()
     words = ["--model", ROOT / "toy/sft", "--data", ROOT / "toy/test.jsonl"]
-    words += ["--out", tmp_path / "out", "--steps", 3, "--batch", 2]
-    assert command("train", *words).status == 0
-    assert len(looks) == 3
+    words += ["--out", tmp_path / "out", "--steps", 3, "--batch", 4]
+    assert command("train", *words, "--batch-tokens", 1).status == 0  # an example per forward
+    assert len(looks) == 3 * 4
 
 
 def test_a_compiled_model_keeps_its_threads(monkeypatch):
