@@ -37,7 +37,7 @@ class FreeCores:
         return time.monotonic(), used(STAT.read_text()) - time.process_time()
 
     def use(self) -> None:
-        """Call it before every step of a long work: it looks at the machine now and then."""
+        """Call it before every forward: it looks at the machine now and then."""
         if not self.enabled or time.monotonic() < self.then[0] + INTERVAL:
             return
         if torch.get_num_threads() != self.chosen:  # somebody else sets it
