@@ -1,7 +1,7 @@
 """Write a page that shows every forward of an answer: its guesses, how sure, what became of them.
 
-    python -m apps.trace --prompt "..." --tau 0.8 page.html
-    python -m apps.trace --prompt "..." --verify page.html
+    python -m apps.trace page.html --tau 0.8 --prompt "..."
+    python -m apps.trace page.html --verify --prompt "..."
 
 The page is one file without network access. Its facts are a JSON object in its source.
 """

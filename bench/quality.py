@@ -2,7 +2,7 @@
 
     python -m bench.quality                                  # the README's table over tau
     python -m bench.quality --verify --tau 0                 # is --verify lossless?
-    python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128 --model ...
+    python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
 An answer is right if its last number is the problem's. Prompts without answers will do, too.
 
