@@ -101,7 +101,8 @@ def test_python_code_runs(page, monkeypatch, capsys):
 
 def test_what_qwen_needs():
     """The table of real-model.md, computed from the shapes."""
-    rows = [line for line in (ROOT / "docs/real-model.md").read_text().splitlines() if " B |" in line]
+    page = (ROOT / "docs/real-model.md").read_text()
+    rows = [line for line in page.splitlines() if " B |" in line]
     for row, shape in zip(rows, SHAPES, strict=True):
         config = config_of(shape)
         with torch.device("meta"):
