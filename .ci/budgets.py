@@ -1,10 +1,11 @@
 """Check how long each part of the project is, and who imports whom: python .ci/budgets.py [ROOT]
 
-Exits with 1 if a part is longer than its budget, if a file imports what it must not, or if imports
+Exits with 1 if a part, or the README, is longer than its budget, if a file imports what it must not, or if imports
 form a cycle. Imports inside of functions count, too. Tests may import anything.
 """
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -14,12 +15,14 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "decode.py": 538,
     "lossless.py": 140,
     "train.py": 440,
+    "setup.py": 1,
     "plumbing": 1910,
     "apps": 530,
     "bench": 1480,
     "bench/paper": 1314,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/
+README = {"lines": 150, "words": 1400, "tables": 2, "pictures": 1}
 WITHOUT_BUDGET = ["toy"]
 
 OURS = {"plumbing", "kv_cache", "model", "lossless", "decode", "train", "toy", "apps", "bench"}
@@ -57,6 +60,21 @@ def long_parts(root: Path, paths: list[Path]) -> list[str]:
         print(f"{name:<28}{lines[name]:>5} of {budget}")
         if lines[name] > budget:
             problems.append(f"{name}: {lines[name]} lines, {lines[name] - budget} too many")
+    return problems
+
+
+def long_readme(text: str) -> list[str]:
+    found = {
+        "lines": text.count("\n"),
+        "words": len(text.split()),
+        "tables": len(re.findall(r"^\|[-:| ]+\|$", text, re.MULTILINE)),  # their rulers
+        "pictures": text.count("!["),
+    }
+    problems = []
+    for name, budget in README.items():
+        print(f"README.md, {name:<17}{found[name]:>5} of {budget}")
+        if found[name] > budget:
+            problems.append(f"README.md: {found[name]} {name}, {found[name] - budget} too many")
     return problems
 
 
@@ -128,6 +146,7 @@ def main() -> int:
         modules[".".join(names)] = path
     imports = {module: imported_by(module, path, modules) for module, path in modules.items()}
     problems = long_parts(root, paths) + wrong_arrows(imports) + cycles(imports)
+    problems += long_readme((root / "README.md").read_text(encoding="utf-8"))
     for problem in problems:
         print(f"error: {problem}")
     return 1 if problems else 0

@@ -12,6 +12,7 @@ BUDGETS = runpy.run_path(str(SCRIPT))["BUDGETS"]
 PLUMBING_FILE = runpy.run_path(str(SCRIPT))["PLUMBING_FILE"]
 
 HOUSE = {  # the smallest that has every part, with all kinds of imports that are allowed
+    "README.md": "# A page\n",
     "model.py": "import json\nimport torch\nfrom plumbing.files import save\n",
     "kv_cache.py": "from plumbing import errors\n",
     "lossless.py": "import model\nimport kv_cache\n",
@@ -159,3 +160,23 @@ def test_a_new_part_needs_a_budget(house):
         "error: helpers.py: has no budget",
         "error: helpers: must not import bench.common",
     ]
+
+
+def test_a_readme_that_is_too_long(house):
+    """Lines, words, tables, and pictures are counted."""
+    table = "| a | b |\n|:--|--:|\n| 1 | 2 |\n\n"
+    (house / "README.md").write_text(3 * table + 2 * "![x](y.png)\n" + 140 * (10 * "word " + "\n"))
+    status, problems = check(house)
+    assert status == 1 and [problem.split(" ", 2)[2] for problem in problems] == [
+        "154 lines, 4 too many",
+        "1435 words, 35 too many",
+        "3 tables, 1 too many",
+        "2 pictures, 1 too many",
+    ]
+
+
+def test_pip_install_says_why_not():
+    """`pip install .` shows what setup.py says; it once listed the folders that it cannot sort."""
+    done = subprocess.run([sys.executable, "setup.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "MARS is not a package: clone it and run it there (see README.md)\n"
