@@ -1,7 +1,7 @@
 """Check how long each part of the project is, and who imports whom: python .ci/budgets.py [ROOT]
 
-Exits with 1 if a part, or the README, is longer than its budget, if a file imports what it must not, or if imports
-form a cycle. Imports inside of functions count, too. Tests may import anything.
+Exits with 1 if a part, or the README, is longer than its budget, if a file imports what it must
+not, or if imports form a cycle. Imports inside of functions count, too. Tests may import anything.
 """
 
 import ast
