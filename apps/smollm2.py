@@ -60,7 +60,7 @@ def main() -> None:
             raise UserError(f"{args.out}: has a model; choose another directory")
     else:
         write(args.out, args.base, not args.unpatched)
-    note(f'next: python decode.py --model {args.out} --verify --tau 0 --prompt "..."')
+    note(f'next: python decode.py --model {args.out} --verify --prompt "..."')
 
 
 if __name__ == "__main__":
