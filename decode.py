@@ -13,7 +13,8 @@ passes tau, the first one always; then the window of masks moves on. tau = 1 is 
 What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
   * every row has its own cursor in the cache (future work in the paper): no row waits for another,
-    and a prompt gives the same tokens in a batch as alone. `block_cache` is the paper's policy;
+    and a prompt gives the same tokens in a batch as alone (at a temperature: with the same index).
+    `block_cache` is the paper's policy;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
   * `verify` checks guesses before they count, so that the text is AR's: see lossless.py;
   * `naive` is the method at its simplest; the tests compare everything else with it.
@@ -68,7 +69,7 @@ class Options:
         None, "with --verify: groups of masks; None: all likely ones (rows on a CPU: one)", least=1
     )
     max_new: int = option(256, "maximum number of new tokens", least=1)
-    temperature: float = option(0.0, "0 is greedy", kind=float, least=0, below=math.inf)
+    temperature: float = option(0.0, "0 is greedy", kind=float, least=0, below=1e30)
     seed: int = option(0, "sampling seed", least=0, below=2**62)
     compile: bool = option(False, "torch.compile: a slow start, then fast on a GPU", kind=bool)
 
@@ -96,7 +97,7 @@ class Answer(Text):
         self.given_tau = options.tau if tau is None else tau
         self.block = block_of(model, options)
         self.guesses: list[int] = []  # what the next forward checks: lossless.py
-        self.groups = [0]  # numbers of guesses that may hold; masks follow each of them
+        self.groups = [0]  # of masks in the next forward; group j sees the first j guesses
         self.checked: list[int] = []  # how many guesses each forward checked
         self.update_tau(waiting=0)
 
@@ -220,16 +221,16 @@ def choose(
 ) -> Tensor:
     """The best tokens (R, C); at temperature T > 0, draws from p^(1/T).
 
-    The columns are for the C places behind each row's text and `held` (R, 1) of its guesses.
+    Column c of a row is for position len(ids) + held + c; held (R, 1) counts the guesses that hold.
     """
     scores = outputs.logits
     if options.temperature > 0:
         noise = torch.zeros_like(scores)
         num_held = [0] * len(batch) if held is None else held[:, 0].tolist()
-        for row, answer, ahead in zip(noise, batch, num_held):
+        for of_row, answer, ahead in zip(noise, batch, num_held):
             if answer:
-                for position, column in enumerate(row, start=len(answer.ids) + ahead):
-                    column += lossless.dice(options.seed, answer.index, position, column)
+                for position, of_column in enumerate(of_row, start=len(answer.ids) + ahead):
+                    of_column += lossless.dice(options.seed, answer.index, position, of_column)
         # The best of logits / T + noise is a draw; all times T, for 1 / T might overflow.
         scores = scores + options.temperature * noise
     if model.dtype != torch.bfloat16:
@@ -254,28 +255,30 @@ def propose(
     """Candidates (R, C), how many of each row pass (R,), and their probabilities (R, C).
 
     The columns are those of `choose`. Candidates that pass are accepted; with `verify` they only
-    become guesses.
+    become guesses. A single candidate always passes; its probability is not computed, but 1.
 
     At temperature T > 0 every candidate is drawn from p^(1/T) of its own position, independently of
     the others, and its confidence is taken at T = 1, as in the paper's code. So with several tokens
     per forward the text is NOT a sample of the AR distribution. With `verify` it is.
     """
     candidates = choose(model, outputs, batch, options, held)
-    if candidates.size(1) == 1:  # the first candidate always passes
+    if candidates.size(1) == 1:
         one = torch.ones_like(candidates)
         return candidates, one[:, 0], one
-    limits = [(answer.tau, 1 + answer.num_masks) if answer else (0.0, 1) for answer in batch]
-    limits = torch.tensor(limits, device=candidates.device, dtype=outputs.logits.dtype)
-    tau, num_candidates = limits.unbind(-1)  # (R,)
+    device = candidates.device
+    taus = [answer.tau if answer else 0.0 for answer in batch]
+    tau = torch.tensor(taus, device=device, dtype=outputs.logits.dtype)  # (R,)
+    sizes = [1 + answer.num_masks if answer else 1 for answer in batch]
+    num_candidates = torch.tensor(sizes, device=device)  # (R,)
     probs = outputs.logits.softmax(-1)
     confidence = confidences(probs, candidates, options.metric)
     counts = passing_lengths(confidence, tau, options.metric)
     chances = probs.gather(-1, candidates[..., None])[..., 0]
-    return candidates, counts.minimum(num_candidates.long()), chances
+    return candidates, counts.minimum(num_candidates), chances
 
 
 def outputs_at(model: Qwen2, hidden: Tensor, columns: Tensor) -> Outputs:
-    """Of hidden states (R, T, D) those at columns (R, C), and their logits.
+    """The hidden states (R, T, D) at columns (R, C), and their logits.
 
     Shorter rows read a clamped column; the result is ignored.
     """
@@ -296,10 +299,10 @@ def naive(model: Qwen2, prompt: list[int], index: int = 0, **options) -> Answer:
         answer.update_tau(waiting=0)
         masks = [model.config.mask_token_id] * answer.num_masks
         feed = torch.tensor([answer.ids + masks], device=model.device)  # (1, T)
-        columns = torch.arange(feed.size(1), device=model.device)[None]
-        hidden = model(feed, columns, None)
+        positions = torch.arange(feed.size(1), device=model.device)[None]
+        hidden = model(feed, positions, None)
         last = len(answer.ids) - 1
-        outputs = outputs_at(model, hidden, columns[:, last:])
+        outputs = outputs_at(model, hidden, positions[:, last:])  # without a cache also columns
         candidates, counts, _ = propose(model, outputs, [answer], options)
         answer.take(candidates[0, : counts.item()].tolist(), feed.size(1))
     return answer
@@ -433,26 +436,24 @@ class Decoder(Scheduler):
         groups = [answer.groups if answer else [0] for answer in batch]
         num_guesses = [len(tokens) for tokens in guesses]
         num_masks = [answer.num_masks if answer else 0 for answer in batch]
-        num_ar = 1 + max(num_guesses)
-        columns = last_column + torch.arange(num_ar, device=hidden.device)
+        columns = last_column + torch.arange(1 + max(num_guesses), device=hidden.device)
         outputs = outputs_at(self.model, hidden, columns)
         ar_tokens = choose(self.model, outputs, batch, self.options)
-        held = lossless.count_held(ar_tokens, guesses)
+        held = lossless.count_held(ar_tokens, guesses)  # (R, 1)
 
-        columns, is_there = lossless.candidate_columns(
+        columns, has_group = lossless.candidate_columns(
             last_column, num_guesses, groups, num_masks, held
         )
         outputs = outputs_at(self.model, hidden, columns)
         candidates, counts, chances = propose(self.model, outputs, batch, self.options, held)
-        counts = counts.where(is_there[:, 0], 1)  # without the group there are no new guesses
-        fetched = torch.cat([held, counts[:, None], ar_tokens, candidates], dim=1).tolist()
+        counts = counts.where(has_group[:, 0], 1)  # without the group there are no new guesses
+        fetched = torch.cat([held, counts[:, None], candidates], dim=1).tolist()
         decisions = []
-        for (num_held, num_passed, *rest), row_chances in zip(fetched, chances.tolist()):
-            ar_row, candidate_row = rest[:num_ar], rest[num_ar:]
-            # Candidate 0 is for the place that AR's own token has just taken.
-            new_guesses = candidate_row[1:num_passed]
+        for row_guesses, fetched_row, row_chances in zip(guesses, fetched, chances.tolist()):
+            num_held, num_passed, ar_token, *others = fetched_row
+            accepted = [*row_guesses[:num_held], ar_token]
+            new_guesses = others[: num_passed - 1]
             new_groups = self.groups_for(row_chances[1:num_passed])
-            accepted = ar_row[: num_held + 1]
             decisions.append(Decision(accepted, new_guesses, new_groups, num_held))
         if self.watch:
             self.watch(batch, outputs, candidates, decisions)

@@ -1,17 +1,18 @@
 """Lossless decoding: several tokens per forward, with the output of plain autoregression (AR).
 
-This is ours, not the paper's. A MARS model is still an autoregressive model, so it can check its
+This is not in the MARS paper. A MARS model is still an autoregressive model, so it can check its
 own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how many
-will hold, so that forward also carries a group of B masks for each number that is likely. With
-B = 4, two guesses g1 g2 after the last token x, and a group for each of the three numbers:
+will hold, so that forward also carries groups of masks. Group j is B masks that see the text and
+the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851). With B = 4, two guesses
+g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| up to x | up to g1 | up to g2
-    AR's next token  g1   y     -   |         |          |
+    AR's next token  g1   y  (unused)         |          |
 
 After x AR says g1: the first guess holds. After g1 AR says y, which is not g2: the second fails,
-and y takes its place. Accepted are g1 and y. The middle group of masks saw what is true, the text
-up to g1. Its first mask stands in the place of y and predicts the token after y: a new guess.
+and y takes its place. Accepted are g1 and y. Group 1 saw x and g1, and no guess that failed. Its
+first mask stands where y is now, and predicts the token after y: a new guess.
 
 Why this is exact: x, g1 and g2 see the tokens before them and never a mask, so the output at x is
 what AR says after x. If that is g1, the output at g1 is what AR says next, and so on, up to the
@@ -25,8 +26,8 @@ At a temperature every position of the text has its own `dice`. A guess is drawn
 the dice of its position, and AR's token with the same, so that both often come out alike (Gumbel
 coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
 
-All this is up to floating-point rounding: a wider forward rounds differently, and where two tokens
-are almost equally likely either may come. In bfloat16 that is not rare.
+All this is up to floating-point rounding: a wider forward rounds differently, and where the scores
+of two tokens almost tie either may come. In bfloat16 that is not rare.
 """
 
 import hashlib
@@ -34,30 +35,30 @@ import hashlib
 import torch
 from torch import Tensor
 
-LEAST_ODDS = 0.02  # of a group: one that is needed less often than that is left out
+LEAST_PROBABILITY = 0.02  # a group that is needed less often than that is left out
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:
-    """The numbers of guesses that may hold for which a group of masks is worth its cost: at most
-    `most`, the likeliest.
+    """Which groups of masks to feed: the likeliest to be needed, at most `most` of them.
 
-    chances: for each guess, how likely it holds if all before it do (its probability). Exactly j
-    guesses hold with the odds c1 c2 ... cj (1 - c(j+1)); all of them with c1 c2 ... cK.
+    chances: for each guess, how likely it holds if all before it do (its probability). Group j is
+    needed if exactly j guesses hold. That has the probability c1 c2 ... cj (1 - c(j+1)); for all K
+    guesses, c1 c2 ... cK.
     """
-    odds = []
+    probability = []
     all_so_far = 1.0
     for chance in chances:
-        odds.append(all_so_far * (1 - chance))
+        probability.append(all_so_far * (1 - chance))
         all_so_far *= chance
-    odds.append(all_so_far)
-    groups = sorted(range(len(odds)), key=lambda j: odds[j], reverse=True)
-    return sorted(j for j in groups[:most] if odds[j] >= LEAST_ODDS)
+    probability.append(all_so_far)
+    groups = sorted(range(len(probability)), key=lambda j: probability[j], reverse=True)
+    return sorted(j for j in groups[:most] if probability[j] >= LEAST_PROBABILITY)
 
 
 def mask_groups(end: int, groups: list[int], num_masks: int) -> list[tuple[int, int]]:
     """(pos, prefix) of the masks that follow a text of length `end` and its guesses in the feed.
 
-    Group j sees the text and the first j guesses. The paper's masks are the group 0.
+    The paper's masks are group 0.
     mask_groups(9, [0, 2], 2) is [(9, 9), (10, 9), (11, 11), (12, 11)].
     """
     masks = []
@@ -86,32 +87,32 @@ def candidate_columns(
     held: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The columns of each row's feed that predict the next candidates, (R, 1 + max(num_masks)), and
-    whether the row has them all, (R, 1).
+    whether the feed has the group of masks that is needed, (R, 1).
 
-    The first is predicted by the last token that holds, the others by the group of masks that saw
-    exactly the guesses that hold, if the feed has it. last_column (R, 1) is that of x; held (R, 1)
-    counts the guesses that hold.
+    The first column is of the last token that holds, the others are of the group that saw exactly
+    the guesses that hold; without it they are arbitrary. last_column (R, 1) is that of x; held
+    (R, 1) counts the guesses that hold.
     """
-    # The place of group j among the row's groups, -1 if it is missing: (R, 1 + max(num_guesses)).
-    places = [[-1] * (1 + max(num_guesses)) for _ in groups]
-    for row, row_groups in zip(places, groups):
-        for place, j in enumerate(row_groups):
-            row[j] = place
+    # Where group j is among the row's groups, -1 if it is missing: (R, 1 + max(num_guesses)).
+    indices = [[-1] * (1 + max(num_guesses)) for _ in groups]
+    for row, row_groups in zip(indices, groups):
+        for index, j in enumerate(row_groups):
+            row[j] = index
     device = last_column.device
-    place = torch.tensor(places, device=device).gather(1, held)
-    window = torch.arange(max(num_masks), device=device)
+    index = torch.tensor(indices, device=device).gather(1, held)
+    mask_offsets = torch.arange(max(num_masks), device=device)
     num_guesses = torch.tensor(num_guesses, device=device)[:, None]
     num_masks = torch.tensor(num_masks, device=device)[:, None]
-    first_mask = last_column + 1 + num_guesses + place.clamp(min=0) * num_masks
-    return torch.cat([last_column + held, first_mask + window], dim=1), place >= 0
+    first_mask = last_column + 1 + num_guesses + index.clamp(min=0) * num_masks
+    return torch.cat([last_column + held, first_mask + mask_offsets], dim=1), index >= 0
 
 
 def dice(seed: int, index: int, position: int, like: Tensor) -> Tensor:
     """Gumbel noise (V,) for the token at `position` of the text `index`; `like` is any (V,).
 
     A function of (seed, index, position) and nothing else: no neighbour, no order of forwards and
-    no guess that failed changes it. They are mixed by a hash, not added: no two tokens may share
-    their dice. Float32 in any model, so that a seed means the same in all.
+    no guess that failed changes it. The three are hashed, not added, or neighbours would share
+    their dice. Float32 in a model of any dtype, so that a seed means the same in all on a device.
     """
     key = hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=7).digest()
     generator = torch.Generator(like.device).manual_seed(int.from_bytes(key, "big"))

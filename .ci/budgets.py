@@ -12,7 +12,7 @@ from pathlib import Path
 BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files right in it
     "model.py": 405,
     "kv_cache.py": 100,
-    "decode.py": 538,
+    "decode.py": 540,
     "lossless.py": 140,
     "train.py": 440,
     "setup.py": 1,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from .errors import UserError, describe
@@ -32,14 +32,14 @@ def make_patch(base: Mapping, tuned: Mapping, mask_id: int, rank: int) -> dict[s
     for name, weight in tuned.items():
         difference = weight.float() - base[name].float()
         if is_embedding(name):
-            patch[name + ROW] = difference[mask_id].clone()
+            patch[name + ROW] = difference[mask_id].bfloat16()
         elif weight.dim() == 1:
-            patch[name + VECTOR] = difference
+            patch[name + VECTOR] = difference.bfloat16()
         else:
             u, s, v = torch.svd_lowrank(difference, q=min(rank + 16, *weight.shape), niter=4)
             root = s[:rank].sqrt()  # half of each scale on either side suits 16-bit numbers
-            patch[name + LEFT] = (u[:, :rank] * root).to(torch.bfloat16).contiguous()
-            patch[name + RIGHT] = (v[:, :rank] * root).T.to(torch.bfloat16).contiguous()
+            patch[name + LEFT] = (u[:, :rank] * root).bfloat16()
+            patch[name + RIGHT] = (v[:, :rank] * root).T.bfloat16().contiguous()
     return patch
 
 
@@ -66,7 +66,8 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 def write_patch(path: Path, patch: dict[str, Tensor], facts: dict) -> None:
     """facts: whatever can be JSON; it stands in the file's metadata."""
     metadata = {"format": "pt", "mars_patch": json.dumps(facts)}
-    atomic_write(path, lambda file: save_file(patch, file, metadata=metadata))
+    content = save(patch, metadata=metadata)  # save_file would let nobody else read it
+    atomic_write(path, lambda file: file.write_bytes(content))
 
 
 def read_patch(path: Path) -> tuple[dict[str, Tensor], dict]:

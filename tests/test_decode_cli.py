@@ -322,7 +322,7 @@ def test_weights_that_are_not_numbers(broken, name, words):
         (("--prompt", "  "), "--prompt is empty"),
         (("--prompt", "half \ud83d"), "not valid Unicode"),
         (("--temperature", "-1"), "--temperature: must be at least 0, not -1"),
-        (("--temperature", "inf"), "--temperature: must be below inf"),
+        (("--temperature", "inf"), "--temperature: must be below 1e+30"),
         (("--device", "cuda:99"), "--device cuda:99: this machine has "),
         (("--device", "abacus"), "--device abacus: this machine has "),
         # An option was once named as the library names it, or a range was not stated:
