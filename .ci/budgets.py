@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files right in it
-    "model.py": 405,
+    "model.py": 407,
     "kv_cache.py": 100,
     "decode.py": 540,
     "lossless.py": 140,
     "train.py": 440,
     "setup.py": 1,
-    "plumbing": 1911,
+    "plumbing": 1943,
     "apps": 530,
     "bench": 1480,
     "bench/paper": 1314,

@@ -140,3 +140,38 @@ def test_a_model_in_training_keeps_its_layout():
     [after] = generate(model, [[2, 3]], tau=0.2, max_new=9)
     assert [weight.stride() for weight in model.parameters()] != strides
     assert all(map(torch.equal, model.parameters(), values)) and before.tokens == after.tokens
+
+
+@torch.inference_mode()
+def test_packed_matrices_are_the_same_matrices():
+    """In bfloat16 on a CPU, for any number of positions, tied embeddings or not."""
+    for seed in cases(4, 20):
+        rng = random.Random(seed)
+        model = tiny_model(rng, vocab_size=rng.choice([8, 64])).bfloat16().requires_grad_(False)
+        outputs = {}
+        for is_packed in (False, True):
+            if is_packed:
+                attention.pack_matrices(model)
+                assert isinstance(model.linear, attention.PackedProduct)
+            for T in (1, 2, 9, 25, 70):
+                tokens = torch.full((1, T), 3)
+                hidden = model(tokens, torch.arange(T)[None], None)
+                outputs[is_packed, T] = hidden, model.logits(hidden[0])
+        for T in (1, 2, 9, 25, 70):
+            torch.testing.assert_close(outputs[True, T], outputs[False, T])
+
+
+def test_a_model_in_training_is_not_packed():
+    """Its matrices change at every step, and the copies would not."""
+    for model in (tiny_model(random.Random(3)).bfloat16(), tiny_model(random.Random(3))):
+        before = model.linear
+        generate(model, [[2, 3]], tau=0.2, max_new=3)
+        assert model.linear is before
+
+
+def test_a_model_is_packed_once(monkeypatch):
+    """Every conversation and every call of generate makes a decoder."""
+    model = tiny_model(random.Random(3)).bfloat16().requires_grad_(False)
+    generate(model, [[2, 3]], tau=0.2, max_new=3)
+    monkeypatch.setattr(attention.PackedProduct, "__init__", None)
+    generate(model, [[2, 3]], tau=0.2, max_new=3)
