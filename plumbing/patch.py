@@ -1,8 +1,9 @@
 """What training changed in a model, as a small file: the difference of the weights, at low rank.
 
-Training moves every matrix W (n, m) a little, and nearly along a few directions only. So most of
-the difference is a product of two thin matrices, left (n, rank) @ right (rank, m). Vectors (norms
-and biases) are kept whole. Embeddings stay as they were, but for the row of `<|mask|>`.
+Training moves every matrix W (n, m) a little, and mostly along a few directions. So most of the
+difference is a product of two thin matrices, left (n, rank) and right (m, rank). These are kept in
+8 bits, with a scale for each of the rank directions. Vectors (norms and biases) are kept whole.
+Embeddings stay as they were, except the row of `<|mask|>`.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from torch import Tensor
 from .errors import UserError, describe
 from .files import atomic_write
 
-LEFT, RIGHT, VECTOR, ROW = ".left", ".right", ".difference", ".mask_row"
+LEFT, RIGHT, SCALE, VECTOR, ROW = ".left", ".right", ".scale", ".difference", ".mask_row"
 
 
 def is_embedding(name: str) -> bool:
@@ -37,10 +38,16 @@ def make_patch(base: Mapping, tuned: Mapping, mask_id: int, rank: int) -> dict[s
             patch[name + VECTOR] = difference.bfloat16()
         else:
             u, s, v = torch.svd_lowrank(difference, q=min(rank + 16, *weight.shape), niter=4)
-            root = s[:rank].sqrt()  # half of each scale on either side suits 16-bit numbers
-            patch[name + LEFT] = (u[:, :rank] * root).bfloat16()
-            patch[name + RIGHT] = (v[:, :rank] * root).T.bfloat16().contiguous()
+            patch[name + LEFT], left_scale = to_8_bits(u[:, :rank])
+            patch[name + RIGHT], right_scale = to_8_bits(v[:, :rank])
+            patch[name + SCALE] = s[:rank] * left_scale * right_scale
     return patch
+
+
+def to_8_bits(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers (n, rank), and what each column of them is to be multiplied with (rank,)."""
+    scale = columns.abs().amax(dim=0) / 127
+    return (columns / scale).round().to(torch.int8), scale
 
 
 def apply_patch(weights: dict[str, Tensor], patch: Mapping, mask_id: int) -> None:
@@ -51,7 +58,8 @@ def apply_patch(weights: dict[str, Tensor], patch: Mapping, mask_id: int) -> Non
         elif weight.dim() == 1:
             weight += patch[name + VECTOR]
         else:
-            weight += patch[name + LEFT].float() @ patch[name + RIGHT].float()
+            left = patch[name + LEFT].float() * patch[name + SCALE]
+            weight += left @ patch[name + RIGHT].float().T
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:

@@ -32,19 +32,23 @@ def trained(base: dict, rng: random.Random, rank: int) -> dict:
 
 @pytest.mark.parametrize("seed", cases(4, 100))
 def test_a_difference_of_low_rank_comes_back(seed):
-    """To the precision of bfloat16; of the embeddings only the mask's row does."""
+    """To the precision of 8 bits; of the embeddings only the mask's row does."""
     rng = random.Random(seed)
     base = tiny_model(rng).float().state_dict()
     tuned = trained(base, rng, rank=2)
     patched = {name: weight.clone() for name, weight in base.items()}
-    apply_patch(patched, make_patch(base, tuned, MASK, rank=2), MASK)
+    patch = make_patch(base, tuned, MASK, rank=2)
+    apply_patch(patched, patch, MASK)
     for name, weight in patched.items():
         expected = tuned[name]
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             expected = base[name].clone()
             expected[MASK] = tuned[name][MASK]
-        largest = (expected - base[name]).abs().max()
-        assert (weight - expected).abs().max() <= 0.02 * largest, name
+        most = 0.005 * (expected - base[name]).abs().max()  # bfloat16 of vectors and of the row
+        if name + ".scale" in patch:
+            # Numbers up to 127, each off by at most a half: (127 + .5)^2 - 127^2 = 127.25.
+            most = 127.25 * patch[name + ".scale"].sum() + 1e-5
+        assert (weight - expected).abs().max() <= most, name
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16])
@@ -53,11 +57,12 @@ def test_the_best_of_a_rank(rank):
     torch.manual_seed(0)
     difference = torch.randn(60, 40) * torch.logspace(0, -2, 40)
     patch = make_patch({"w": torch.zeros(60, 40)}, {"w": difference}, 0, rank)
-    assert patch["w.left"].shape == (60, rank) and patch["w.right"].shape == (rank, 40)
+    assert patch["w.left"].shape == (60, rank) and patch["w.right"].shape == (40, rank)
+    assert patch["w.left"].dtype == patch["w.right"].dtype == torch.int8
     weights = {"w": torch.zeros(60, 40)}
     apply_patch(weights, patch, 0)
     best = torch.linalg.svdvals(difference)[rank:].norm()
-    assert (weights["w"] - difference).norm() <= 1.01 * best
+    assert (weights["w"] - difference).norm() <= 1.01 * best + 0.01 * difference.norm()
 
 
 # ---------------------------------------------------------------------------------- the command
