@@ -51,10 +51,14 @@ def facts_of(page: str) -> dict:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_page_says_what_was_recorded(toy, settings):
-    """Tokens, guesses and positions of each forward, against a decoder that nobody watches."""
+    """Tokens, guesses and positions of each forward, against a decoder that nobody watches.
+
+    Five prompts for each of the ten settings.
+    """
     model, chat = toy
     options = Options(**settings)
-    for prompt in toy_prompts(chat)[:5]:
+    first = 5 * SETTINGS.index(settings)
+    for prompt in toy_prompts(chat)[first : first + 5]:
         forwards = facts_of(page_of(toy, prompt, **settings))["forwards"]
         [answer] = generate(model, [prompt], rows=1, **settings)
         assert [len(forward["tokens"]) for forward in forwards] == answer.accepted
