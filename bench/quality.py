@@ -72,6 +72,7 @@ def parse_arguments():
     add = parser.add_argument
     add("--metric", choices=METRICS, default="probability", help="of confidence")
     add("--block-cache", type=number(int, 1), help="the paper's cache, in blocks of so many tokens")
+    add("--groups", type=number(int, 1), help="with --verify: groups of masks; None: see decode.py")
     args = parser.parse_args()
     for tau in args.tau:  # a UserError before any work, if these cannot be
         Options(tau, args.metric, block_cache=args.block_cache, verify=args.verify)
@@ -85,6 +86,7 @@ def main() -> None:
     prompts = common.encode(chat, problems)
     sizes = {"rows": args.rows, "block": args.block, "max_new": args.max_new}
     options = {"metric": args.metric, "block_cache": args.block_cache, "verify": args.verify}
+    options["groups"] = args.groups
 
     expected = generate(model, prompts, tau=1.0, **sizes)
     rows, all_gaps = [], []
