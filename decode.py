@@ -460,7 +460,7 @@ class Decoder(Scheduler):
         return decisions
 
     def groups_for(self, chances: list[float]) -> list[int]:
-        """The numbers of new guesses for which the next forward has masks."""
+        """The groups of masks of the next forward, from the probabilities of its guesses."""
         most = self.options.groups
         if most is None and self.options.temperature > 0:
             return list(range(len(chances) + 1))  # the dice make improbable guesses hold

@@ -22,9 +22,9 @@ How good the guesses are decides the speed, never the text. Guesses that hold ar
 slots of the cache. tau says how sure a guess must be to be worth checking. A group that is missing
 costs nothing but time: if it was the one needed, the next forward has no guesses to check.
 
-At a temperature every position of the text has its own `dice`. A guess is drawn with
-the dice of its position, and AR's token with the same, so that both often come out alike (Gumbel
-coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
+At a temperature every position of the text has its own `dice`. A guess is drawn with the dice of
+its position, and AR's token with the same, so that both often come out alike (Gumbel coupling,
+arXiv 2408.07978). The text is the one that AR draws with these dice.
 
 All this is up to floating-point rounding: a wider forward rounds differently, and where the scores
 of two tokens almost tie either may come. In bfloat16 that is not rare.
