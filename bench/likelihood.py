@@ -5,13 +5,14 @@
 
 The cross-entropy of the clean stream, in nats per token of the answers (rows as train.py takes
 them), and the share of tokens that would have been greedy's choice. Every model but the first is
-also compared with the first, row by row. Intervals are 95 %, a bootstrap over rows.
+also compared with the first, row by row: how much its cross-entropy differs, and the divergence
+KL(first || model) of what they predict. Intervals are 95 %, a bootstrap over rows.
 """
 
 from typing import NamedTuple
 
 from plumbing.arguments import Parser, find_device, number, path
-from plumbing.data import Unusable, encode
+from plumbing.data import Example, Unusable, encode
 from plumbing.errors import UserError, run_main
 from plumbing.jsonl import JsonlFile
 
@@ -26,25 +27,34 @@ RESAMPLES = 2000  # of the bootstrap
 
 
 class Predicted(NamedTuple):
-    """For each row: nats of its answer, greedy's choices in it, its tokens."""
+    """For each row, summed over its answer."""
 
     nats: np.ndarray  # (rows,)
-    right: np.ndarray
+    right: np.ndarray  # tokens that greedy would have chosen
     tokens: np.ndarray
+    divergence: np.ndarray  # KL(base || model)
 
 
 @torch.inference_mode()
-def predict(model: Qwen2, examples: list) -> Predicted:
+def predict(model: Qwen2, examples: list[Example], base: Qwen2) -> Predicted:
     rows = []
     for example in examples:
-        tokens = torch.tensor(example.tokens, device=model.device)
-        positions = torch.arange(len(tokens) - 1, device=model.device)
-        hidden = model(tokens[None, :-1], positions[None], None)[0]
-        logits = model.logits(hidden[example.prompt - 1 :])
-        target = tokens[example.prompt :]
-        nats = cross_entropy(logits, target, reduction="sum").item()
-        rows.append((nats, (logits.argmax(-1) == target).sum().item(), len(target)))
+        logits = answer_logits(model, example)
+        target = torch.tensor(example.tokens[example.prompt :], device=model.device)
+        nats = cross_entropy(logits, target, reduction="sum")
+        right = (logits.argmax(-1) == target).sum()
+        expected = answer_logits(base, example).log_softmax(-1)
+        # <|mask|> has the probability 0 in both, and 0 * log(0 / 0) is to be 0.
+        each = expected.exp() * (expected - logits.log_softmax(-1)).nan_to_num()
+        rows.append((nats.item(), right.item(), len(target), each.sum().item()))
     return Predicted(*np.array(rows, dtype=float).T)
+
+
+def answer_logits(model: Qwen2, example: Example) -> torch.Tensor:
+    """Of the answer's tokens, one token ahead: (targets, V)."""
+    tokens = torch.tensor([example.tokens[:-1]], device=model.device)
+    positions = torch.arange(tokens.size(1), device=model.device)[None]
+    return model.logits(model(tokens, positions, None)[0, example.prompt - 1 :])
 
 
 def interval(values: np.ndarray, counts: np.ndarray) -> tuple[float, float, float]:
@@ -59,6 +69,10 @@ def interval(values: np.ndarray, counts: np.ndarray) -> tuple[float, float, floa
 def show(values: np.ndarray, counts: np.ndarray, sign: str = "") -> str:
     mean, low, high = interval(values, counts)
     return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+def greedy(found: Predicted) -> str:
+    return f"{found.right.sum() / found.tokens.sum():.1%}"
 
 
 def read_examples(file, limit: int | None, chat, eos: int, max_length: int) -> list:
@@ -80,22 +94,23 @@ def main() -> None:
     parser.add_device()
     args = parser.parse_args()
     device, dtype = find_device(args.device, args.dtype)
-    rows = []
-    first = None
-    for name in args.models:
-        model, chat = load(name, device, dtype)
-        eos = model.config.eos_token_id[0]
-        length = model.config.max_position_embeddings
-        found = predict(model, read_examples(args.data, args.limit, chat, eos, length))
-        first = first or found
-        if not np.array_equal(found.tokens, first.tokens):
+    base, chat = load(args.models[0], device, dtype)
+    eos = base.config.eos_token_id[0]
+    length = base.config.max_position_embeddings
+    examples = read_examples(args.data, args.limit, chat, eos, length)
+    before = predict(base, examples, base)
+    rows = [[args.models[0], show(before.nats, before.tokens), "", "", greedy(before)]]
+    for name in args.models[1:]:
+        model, other_chat = load(name, device, dtype)
+        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
             raise UserError(f"{name}: its tokenizer is not that of {args.models[0]}")
-        row = [name, show(found.nats, found.tokens)]
-        row += [show(found.nats - first.nats, first.tokens, "+") if found is not first else ""]
-        rows.append([*row, f"{found.right.sum() / found.tokens.sum():.1%}"])
-    size = f"{len(first.tokens)} rows, {first.tokens.sum():.0f} tokens"
-    print(f"{args.data}: {size}; {machine(model)}\n")
-    head = ["", "nats per token", f"difference from {args.models[0]}", "greedy's choice"]
+        after = predict(model, examples, base)
+        more = show(after.nats - before.nats, before.tokens, "+")
+        divergence = show(after.divergence, after.tokens)
+        rows.append([name, show(after.nats, after.tokens), more, divergence, greedy(after)])
+    size = f"{len(examples)} rows, {before.tokens.sum():.0f} tokens"
+    print(f"{args.data}: {size}; {machine(base)}\n")
+    head = ["", "nats per token", f"more than {args.models[0]}", "divergence", "greedy's choice"]
     print(table(head, rows))
 
 

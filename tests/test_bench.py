@@ -1,6 +1,7 @@
 """The benchmarks: the columns that do not depend on the machine, and one line for bad input."""
 
 import json
+import math
 import os
 import random
 
@@ -343,26 +344,35 @@ def test_the_tables_of_training_cost(monkeypatch):
 
 
 def test_likelihood_is_that_of_one_token_after_another():
-    """Nats and greedy's choices, against a forward for every token of the answer."""
+    """Nats, greedy's choices and divergence, against a forward for every token of the answer."""
     for seed in cases(3, 30):
         rng = random.Random(seed)
         model = tiny_model(rng)
+        base = tiny_model(rng)
         examples = []
         for _ in range(4):
             tokens = random_prompt(rng, rng.randint(3, 20))
             examples.append(Example(tokens, prompt=rng.randint(1, len(tokens) - 1)))
-        found = likelihood.predict(model, examples)
-        for example, nats, right, count in zip(examples, *found):
+        found = likelihood.predict(model, examples, base)
+        for example, nats, right, count, divergence in zip(examples, *found):
             expected_nats = 0.0
             expected_right = 0
+            expected_divergence = 0.0
             for end in range(example.prompt, len(example.tokens)):
-                text = torch.tensor([example.tokens[:end]])
-                hidden = model(text, torch.arange(end)[None], None)
-                odds = model.logits(hidden[0, -1:])[0].softmax(-1)
-                expected_nats -= odds[example.tokens[end]].log().item()
-                expected_right += odds.argmax().item() == example.tokens[end]
+                odds = next_odds(model, example.tokens[:end])
+                expected_nats -= math.log(odds[example.tokens[end]])
+                expected_right += odds.index(max(odds)) == example.tokens[end]
+                for p, q in zip(next_odds(base, example.tokens[:end]), odds):
+                    expected_divergence += p * math.log(p / q) if p else 0
             assert nats == pytest.approx(expected_nats, abs=1e-5)
             assert (right, count) == (expected_right, example.targets)
+            assert divergence == pytest.approx(expected_divergence, abs=1e-5)
+
+
+@torch.no_grad()
+def next_odds(model, text: list[int]) -> list[float]:
+    hidden = model(torch.tensor([text]), torch.arange(len(text))[None], None)
+    return model.logits(hidden[0, -1:])[0].softmax(-1).tolist()
 
 
 def test_an_interval_of_likelihood_covers_the_truth():
@@ -383,6 +393,7 @@ def test_the_command_that_prints_likelihood(tmp_path):
     done = command("bench.likelihood", ROOT / "toy/test.jsonl", sft, mars, sft, "--limit", 5)
     [table] = tables(done.out)
     assert 0 < number(table[str(mars)][0]) < 0.2 and table[str(sft)][1].startswith("+0.000 (")
+    assert number(table[str(sft)][2]) == 0 < number(table[str(mars)][2]) < 0.2
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
     message = "row 1: neither messages nor prompt and response"
     assert is_refused(command("bench.likelihood", tmp_path / "data.jsonl", mars), message)
