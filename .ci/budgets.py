@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "setup.py": 1,
     "plumbing": 1952,
     "apps": 530,
-    "bench": 1490,
+    "bench": 1491,
     "bench/paper": 1314,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from bench.common import machine, table
-from model import Qwen2, load
+from model import Config, Qwen2, load
 
 RESAMPLES = 2000  # of the bootstrap
 
@@ -43,7 +43,8 @@ def predict(model: Qwen2, examples: list[Example], base: Qwen2) -> Predicted:
         target = torch.tensor(example.tokens[example.prompt :], device=model.device)
         nats = cross_entropy(logits, target, reduction="sum")
         right = (logits.argmax(-1) == target).sum()
-        expected = answer_logits(base, example).log_softmax(-1)
+        base_logits = logits if model is base else answer_logits(base, example)
+        expected = base_logits.log_softmax(-1)
         # <|mask|> has the probability 0 in both, and 0 * log(0 / 0) is to be 0.
         each = expected.exp() * (expected - logits.log_softmax(-1)).nan_to_num()
         rows.append((nats.item(), right.item(), len(target), each.sum().item()))
@@ -71,15 +72,16 @@ def show(values: np.ndarray, counts: np.ndarray, sign: str = "") -> str:
     return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
-def greedy(found: Predicted) -> str:
+def greedy_share(found: Predicted) -> str:
     return f"{found.right.sum() / found.tokens.sum():.1%}"
 
 
-def read_examples(file, limit: int | None, chat, eos: int, max_length: int) -> list:
+def read_examples(file, limit: int | None, chat, config: Config) -> list[Example]:
     examples = []
+    eos = config.eos_token_id[0]
     for line_number, row in enumerate(list(JsonlFile(file))[:limit], 1):
         try:
-            examples.append(encode(row, chat, eos, max_length))
+            examples.append(encode(row, chat, eos, config.max_position_embeddings))
         except Unusable as error:
             raise UserError(f"{file}: row {line_number}: {error}") from None
     return examples
@@ -95,19 +97,18 @@ def main() -> None:
     args = parser.parse_args()
     device, dtype = find_device(args.device, args.dtype)
     base, chat = load(args.models[0], device, dtype)
-    eos = base.config.eos_token_id[0]
-    length = base.config.max_position_embeddings
-    examples = read_examples(args.data, args.limit, chat, eos, length)
+    examples = read_examples(args.data, args.limit, chat, base.config)
     before = predict(base, examples, base)
-    rows = [[args.models[0], show(before.nats, before.tokens), "", "", greedy(before)]]
+    rows = [[args.models[0], show(before.nats, before.tokens), "", "", greedy_share(before)]]
     for name in args.models[1:]:
         model, other_chat = load(name, device, dtype)
-        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
-            raise UserError(f"{name}: its tokenizer is not that of {args.models[0]}")
+        same_tokens = other_chat.tokenizer.get_vocab() == chat.tokenizer.get_vocab()
+        if not same_tokens or model.config.vocab_size != base.config.vocab_size:
+            raise UserError(f"{name}: its vocabulary is not that of {args.models[0]}")
         after = predict(model, examples, base)
-        more = show(after.nats - before.nats, before.tokens, "+")
-        divergence = show(after.divergence, after.tokens)
-        rows.append([name, show(after.nats, after.tokens), more, divergence, greedy(after)])
+        row = [name, show(after.nats, after.tokens)]
+        row.append(show(after.nats - before.nats, before.tokens, "+"))
+        rows.append([*row, show(after.divergence, after.tokens), greedy_share(after)])
     size = f"{len(examples)} rows, {before.tokens.sum():.0f} tokens"
     print(f"{args.data}: {size}; {machine(base)}\n")
     head = ["", "nats per token", f"more than {args.models[0]}", "divergence", "greedy's choice"]
