@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 
 from plumbing.data import Example
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from commands import command, is_refused
 from common import ROOT, cases, endless_model, random_prompt, tiny_model
+from safetensors.torch import load_file, save_file
 
 from bench import common, likelihood, quality, serving, speed, training_cost
 from decode import Answer, Options
@@ -397,3 +399,18 @@ def test_the_command_that_prints_likelihood(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
     message = "row 1: neither messages nor prompt and response"
     assert is_refused(command("bench.likelihood", tmp_path / "data.jsonl", mars), message)
+
+
+def test_likelihood_refuses_another_vocabulary(tmp_path):
+    """Qwen2.5's sizes have one tokenizer, and vocabularies padded to unequal sizes: this once
+    ended in a traceback of unequal shapes."""
+    wider = shutil.copytree(ROOT / "toy/sft", tmp_path / "wider")
+    weights = load_file(wider / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    weights[name] = torch.nn.functional.pad(weights[name], (0, 0, 0, 8))
+    save_file(weights, wider / "model.safetensors", {"format": "pt"})
+    config = json.loads((wider / "config.json").read_text())
+    config["vocab_size"] += 8
+    (wider / "config.json").write_text(json.dumps(config))
+    done = command("bench.likelihood", ROOT / "toy/test.jsonl", ROOT / "toy/sft", wider)
+    assert is_refused(done, f"{wider}: its vocabulary is not that of {ROOT / 'toy/sft'}")
