@@ -62,16 +62,16 @@ class Options:
         "measure of confidence; for entropy tau is in nats, 0 is plain AR",
         choices=METRICS,
     )
-    block: int | None = option(None, "masks per forward; None: as the model was trained", least=1)
-    block_cache: int | None = option(None, "the paper's block cache, of this many tokens", least=1)
-    verify: bool = option(False, "lossless: AR checks every guess", kind=bool)
+    block: int | None = option(None, "masks per forward; None: as in training", int, least=1)
+    block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, least=1)
+    verify: bool = option(False, "lossless: AR checks every guess")
     groups: int | None = option(
-        None, "with --verify: groups of masks; None: all likely ones (rows on a CPU: one)", least=1
+        None, "with --verify: groups of masks; None: all likely (rows on a CPU: one)", int, least=1
     )
     max_new: int = option(256, "maximum number of new tokens", least=1)
-    temperature: float = option(0.0, "0 is greedy", kind=float, least=0, below=1e30)
+    temperature: float = option(0.0, "0 is greedy", least=0, below=1e30)
     seed: int = option(0, "sampling seed", least=0, below=2**62)
-    compile: bool = option(False, "torch.compile: a slow start, then fast on a GPU", kind=bool)
+    compile: bool = option(False, "torch.compile: a slow start, then fast on a GPU")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -221,7 +221,7 @@ def choose(
 ) -> Tensor:
     """The best tokens (R, C); at temperature T > 0, draws from p^(1/T).
 
-    Column c of a row is for position len(ids) + held + c; held (R, 1) counts the guesses that hold.
+    Column c of a row is for position len(ids) + held + c. held (R, 1): guesses that hold; None: 0.
     """
     scores = outputs.logits
     if options.temperature > 0:
@@ -356,7 +356,7 @@ class Decoder(Scheduler):
         self.clear_done()
         ready = live
         if self.options.block_cache:
-            # The paper's policy: a row whose cache block is full (so 0 tokens are in an open one)
+            # The paper's policy: a row that has just filled a block (its next one is not open yet)
             # waits until no row has an open block.
             unfinished = [answer for answer in live if answer.num_in_open_block > 0]
             ready = unfinished or live
@@ -394,8 +394,8 @@ class Decoder(Scheduler):
             hidden = run_model(tokens, pos, mask)
             decisions = self.decide(hidden, last_column, batch)
 
-        # committed += real tokens fed - tokens of the open cache block + guesses that hold.
-        # The rest is scratch: masks, guesses that fail, the open block's tokens.
+        # What stays in the cache: the real tokens, except those of an open cache block, and the
+        # guesses that hold. Masks and guesses that failed are overwritten by the next forward.
         counts = []
         for answer, real, decision in zip(batch, num_real, decisions):
             if answer is None:
@@ -450,7 +450,7 @@ class Decoder(Scheduler):
         fetched = torch.cat([held, counts[:, None], candidates], dim=1).tolist()
         decisions = []
         for row_guesses, fetched_row, row_chances in zip(guesses, fetched, chances.tolist()):
-            num_held, num_passed, ar_token, *others = fetched_row
+            num_held, num_passed, ar_token, *others = fetched_row  # candidate 0 is AR's token
             accepted = [*row_guesses[:num_held], ar_token]
             new_guesses = others[: num_passed - 1]
             new_groups = self.groups_for(row_chances[1:num_passed])

@@ -74,8 +74,9 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def option(default: object, help: str, kind: type = int, least=None, below=None, choices=None):
+def option(default: object, help: str, kind=None, least=None, below=None, choices=None):
     """A field of a dataclass of options; `Parser.add_options` makes it a command-line option."""
+    kind = kind or type(default)  # only a default of None needs one
     metadata = {"help": help, "kind": kind, "least": least, "below": below, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 

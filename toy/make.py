@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 HERE = Path(__file__).parent
 TEST_ROWS, TRAIN_ROWS = 500, 4000
+HARD_TEST_ROWS = 1000  # of bench.paper
 VOCABULARY = 1024  # at most; the text yields fewer
 
 GIRLS = "Ada Mia Zoe Lena Nora Ruth Iris Emma Lily Anna Rosa Vera".split()
@@ -283,7 +284,11 @@ def main() -> None:
     if (args.rows is not None or args.hard) == default:
         parser.error("--rows N (N > 0) and --hard need an --out, another than the committed file")
 
-    train, test = split(hard_problem if args.hard else problem, args.rows or TRAIN_ROWS)
+    rows = args.rows or TRAIN_ROWS
+    if args.hard:
+        train, test = split(hard_problem, rows, HARD_TEST_ROWS)
+    else:
+        train, test = split(problem, rows)
     write(args.out, train)
     if default:
         write(HERE / "test.jsonl", test)
