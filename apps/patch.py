@@ -1,6 +1,6 @@
 """Share what MARS training changed in a model as a small file, and make the model from it.
 
-    python -m apps.patch make BASE TUNED FILE --rank 32
+    python -m apps.patch make BASE TUNED FILE --rank 64
     python -m apps.patch apply BASE FILE OUT
 
 BASE and TUNED are directories or hub ids. The patch fits only the base that it was made from.
@@ -69,7 +69,7 @@ def main() -> None:
     new.add_argument("base", help="the model before training: a directory or hub id")
     new.add_argument("tuned", help="the model after training")
     new.add_argument("file", type=path, help="the patch to write")
-    new.add_argument("--rank", type=number(int, 1), default=32, help="directions kept per matrix")
+    new.add_argument("--rank", type=number(int, 1), default=64, help="directions kept per matrix")
     new.add_argument("--license", default="", help="of base, data and patch")
     use = commands.add_parser("apply", description="Write a model: base and patch.")
     use.add_argument("base", help="a directory or hub id")

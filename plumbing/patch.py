@@ -2,8 +2,9 @@
 
 Training moves every matrix W (n, m) a little, and mostly along a few directions. So most of the
 difference is a product of two thin matrices, left (n, rank) and right (m, rank). These are kept in
-8 bits, with a scale for each of the rank directions. Vectors (norms and biases) are kept whole.
-Embeddings stay as they were, except the row of `<|mask|>`.
+4 bits, with a scale for each of the rank directions: in the same number of bytes, many directions
+say more than exact ones. Vectors (norms and biases) are kept whole, and
+so is the embedding of `<|mask|>`.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -34,20 +36,29 @@ def make_patch(base: Mapping, tuned: Mapping, mask_id: int, rank: int) -> dict[s
         difference = weight.float() - base[name].float()
         if is_embedding(name):
             patch[name + ROW] = difference[mask_id].bfloat16()
-        elif weight.dim() == 1:
+            difference[mask_id] = 0
+        if weight.dim() == 1:
             patch[name + VECTOR] = difference.bfloat16()
         else:
             u, s, v = torch.svd_lowrank(difference, q=min(rank + 16, *weight.shape), niter=4)
-            patch[name + LEFT], left_scale = to_8_bits(u[:, :rank])
-            patch[name + RIGHT], right_scale = to_8_bits(v[:, :rank])
+            patch[name + LEFT], left_scale = to_4_bits(u[:, :rank])
+            patch[name + RIGHT], right_scale = to_4_bits(v[:, :rank])
             patch[name + SCALE] = s[:rank] * left_scale * right_scale
     return patch
 
 
-def to_8_bits(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers (n, rank), and what each column of them is to be multiplied with (rank,)."""
-    scale = columns.abs().amax(dim=0) / 127
-    return (columns / scale).round().to(torch.int8), scale
+def to_4_bits(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes, each of two numbers from -7 to 7, and by what to multiply each column (rank,)."""
+    scale = columns.abs().amax(dim=0) / 7
+    numbers = (columns / scale).round().to(torch.int8).flatten() + 8
+    numbers = F.pad(numbers, (0, len(numbers) % 2)).to(torch.uint8)
+    return numbers[::2] + 16 * numbers[1::2], scale
+
+
+def from_4_bits(packed: Tensor, n: int, rank: int) -> Tensor:
+    """The numbers (n, rank)."""
+    numbers = torch.stack([packed % 16, packed // 16], dim=1).flatten()[: n * rank]
+    return numbers.view(n, rank).float() - 8
 
 
 def apply_patch(weights: dict[str, Tensor], patch: Mapping, mask_id: int) -> None:
@@ -55,11 +66,13 @@ def apply_patch(weights: dict[str, Tensor], patch: Mapping, mask_id: int) -> Non
     for name, weight in weights.items():
         if is_embedding(name):
             weight[mask_id] += patch[name + ROW]
-        elif weight.dim() == 1:
+        if weight.dim() == 1:
             weight += patch[name + VECTOR]
         else:
-            left = patch[name + LEFT].float() * patch[name + SCALE]
-            weight += left @ patch[name + RIGHT].float().T
+            n, m = weight.shape
+            scale = patch[name + SCALE]
+            left = from_4_bits(patch[name + LEFT], n, len(scale)) * scale
+            weight += left @ from_4_bits(patch[name + RIGHT], m, len(scale)).T
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
