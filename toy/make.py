@@ -284,11 +284,8 @@ def main() -> None:
     if (args.rows is not None or args.hard) == default:
         parser.error("--rows N (N > 0) and --hard need an --out, another than the committed file")
 
-    rows = args.rows or TRAIN_ROWS
-    if args.hard:
-        train, test = split(hard_problem, rows, HARD_TEST_ROWS)
-    else:
-        train, test = split(problem, rows)
+    world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
+    train, test = split(world, args.rows or TRAIN_ROWS, test_rows)
     write(args.out, train)
     if default:
         write(HERE / "test.jsonl", test)
