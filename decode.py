@@ -330,7 +330,7 @@ class Decoder(Scheduler):
         self.widest = widest_feed(options, block_of(model, options))
         for answer in answers:
             longest = max(longest, len(answer.ids) + options.max_new)
-        unit = 256 if options.compile else 64
+        unit = attention.span_unit(model, options.compile)
         capacity = round_up(longest + self.widest, unit)
         cache = KVCache(model.config, rows, capacity, model.device, model.dtype, unit)
         super().__init__(answers, rows, cache)

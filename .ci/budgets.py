@@ -16,7 +16,7 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "lossless.py": 140,
     "train.py": 440,
     "setup.py": 1,
-    "plumbing": 1966,
+    "plumbing": 1985,
     "apps": 530,
     "bench": 1491,
     "bench/paper": 1314,

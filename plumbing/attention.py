@@ -35,16 +35,34 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_threads: in
         return attend_repeated(q, k, v, mask)
     q = q.reshape(R, num_kv_heads, group * T, head_dim)
     mask = mask.repeat(1, 1, group, 1)  # (R, 1, group * T, S)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return y.reshape(R, num_heads, T, head_dim)
+    return attend_repeated(q, k, v, mask).reshape(R, num_heads, T, head_dim)
 
 
 def attend_repeated(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """model.attend; repeats key heads on a GPU: fast kernels with a mask cannot share them."""
+    """model.attend; repeats key heads on a GPU: fast kernels with a mask cannot share them.
+
+    On a CPU in bfloat16, torch takes blocks of 32 positions or more, and adds up in another order
+    where fewer than 4 are left. With T padded to a multiple of 4, the result for a position does
+    not depend on how many are computed beside it.
+    """
+    T = q.size(2)
     if q.is_cuda and q.size(1) > k.size(1):
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        q = F.pad(q, (0, 0, 0, -T % 4))
+        mask = F.pad(mask, (0, 0, 0, -T % 4), value=True)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return y[:, :, :T]
+
+
+def span_unit(model: nn.Module, compile: bool) -> int:
+    """Attention spans a multiple of so many slots of the cache, so that few shapes occur."""
+    if compile:
+        return 256
+    # Torch adds up over blocks of 192 slots, but over halves of a span between 192 and 384.
+    is_bfloat16_on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    return 192 if is_bfloat16_on_cpu else 64
 
 
 def fast_forwards(model: nn.Module, cache, compile: bool) -> tuple[Callable, Callable]:
