@@ -26,8 +26,9 @@ At a temperature every position of the text has its own `dice`. A guess is drawn
 its position, and AR's token with the same, so that both often come out alike (Gumbel coupling,
 arXiv 2408.07978). The text is the one that AR draws with these dice.
 
-All this is up to floating-point rounding: a wider forward rounds differently, and where the scores
-of two tokens almost tie either may come. In bfloat16 that is not rare.
+All this is up to floating-point rounding: a wider forward may round differently, and where the
+scores of two tokens almost tie either may come. In bfloat16 such ties are common: see
+docs/lossless.md.
 """
 
 import hashlib

@@ -139,7 +139,7 @@ class PackedProduct:
 
 @contextmanager
 def fast_for_one(model: nn.Module, tokens: Tensor) -> Iterator[None]:
-    """On a CPU in bfloat16: for one position, torch's own product beats oneDNN's.
+    """On a CPU in bfloat16: for one position, torch's own product is faster; it rounds differently.
 
     The switch is the whole process's: another thread may be slower meanwhile, but not wrong.
     """
