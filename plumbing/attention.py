@@ -41,9 +41,9 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_threads: in
 def attend_repeated(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """model.attend; repeats key heads on a GPU: fast kernels with a mask cannot share them.
 
-    On a CPU in bfloat16, torch takes blocks of 32 positions or more, and adds up in another order
-    where fewer than 4 are left. With T padded to a multiple of 4, the result for a position does
-    not depend on how many are computed beside it.
+    On a CPU in bfloat16, torch goes block by block through the positions, and adds up in another
+    order where fewer than 4 are left. T is padded to a multiple of 4, so that the result for a
+    position does not depend on how many are computed beside it.
     """
     T = q.size(2)
     if q.is_cuda and q.size(1) > k.size(1):
