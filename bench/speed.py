@@ -28,7 +28,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from plumbing.arguments import Parser, find_device, number
-from plumbing.attention import attend_folded, compile_forward, fast_for_one
+from plumbing.attention import attend_folded, fast_for_one, fast_forwards, fold
 from plumbing.chat import Chat
 from plumbing.errors import run_main
 from plumbing.processes import peak_memory
@@ -259,7 +259,7 @@ def widths(model: Qwen2, args) -> None:
     """Print what a forward of one row costs after 200 tokens, by the number of its positions."""
     cache = KVCache(model.config, 1, 256, model.device, model.dtype)
     cache.lengths = [200]
-    hidden_states = compile_forward(model) if args.compile else model
+    _, advance = fast_forwards(model, cache, args.compile)
 
     @torch.inference_mode()
     def forward(width: int) -> list[int]:
@@ -267,7 +267,7 @@ def widths(model: Qwen2, args) -> None:
         pos = cache.reserve(width)
         mask = cache.mask(pos, pos + 1)
         with fast_for_one(model, tokens):
-            hidden = hidden_states(tokens, pos, mask, cache, attend_folded)
+            hidden = advance(tokens, pos, mask)
             logits = model.logits(hidden[0, : NUM_LOGITS[width]].clone())
             return logits.argmax(-1).tolist()
 
@@ -327,7 +327,7 @@ def long_answer(model: Qwen2, args) -> None:
 def attention_seconds(model: Qwen2, cache: KVCache, width: int) -> float:
     """What the attention of all layers takes for `width` new positions of one row."""
     pos = cache.reserve(width)
-    mask = cache.mask(pos, pos + 1)
+    mask = fold(cache.mask(pos, pos + 1), model.config, torch.get_num_threads(), model.dtype)
     shape = (1, model.config.num_attention_heads, width, model.config.head_dim)
     q = torch.randn(shape, device=model.device, dtype=model.dtype)
 

@@ -20,40 +20,36 @@ ONEDNN = torch.backends.mkldnn.enabled
 # ---------------------------------------------------------------------------------------- decoding
 
 
-def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, num_threads: int = 1) -> Tensor:
-    """model.attend, for the few positions of a decoding step.
+def fold(mask: Tensor, config, num_threads: int, dtype: torch.dtype) -> Tensor:
+    """The mask (R, 1, T, S) as `attend_folded` takes it, made once for all layers.
 
-    The query heads that share a key head become more positions of one head: the same products, but
-    attention of one token is 2 (float32) to 6 times (bfloat16) faster on a CPU. With fewer key
-    heads than threads some threads would be idle, so then heads stay as they are.
+    For few positions it is (R, 1, group * T, S): the query heads that share a key head become more
+    positions of one head. The products are the same, but those of one token are 2 (float32) to 6
+    times (bfloat16) faster on a CPU. With fewer key heads than threads, though, some would be idle.
+    What is visible becomes 0, the rest -inf, which torch would do anew in each layer.
     """
+    heads = mask.size(0) * config.num_key_value_heads
+    if mask.size(2) <= NARROW and (mask.is_cuda or heads >= num_threads):
+        mask = mask.repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+
+
+def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """model.attend, with a mask from `fold`."""
     R, num_heads, T, head_dim = q.shape
-    num_kv_heads = k.size(1)
-    group = num_heads // num_kv_heads
-    threads_idle = q.device.type == "cpu" and R * num_kv_heads < num_threads
-    if group == 1 or T > NARROW or threads_idle:
-        return attend_repeated(q, k, v, mask)
-    q = q.reshape(R, num_kv_heads, group * T, head_dim)
-    mask = mask.repeat(1, 1, group, 1)  # (R, 1, group * T, S)
-    return attend_repeated(q, k, v, mask).reshape(R, num_heads, T, head_dim)
-
-
-def attend_repeated(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """model.attend; repeats key heads on a GPU: fast kernels with a mask cannot share them.
-
-    On a CPU in bfloat16, torch goes block by block through the positions, and adds up in another
-    order where fewer than 4 are left. T is padded to a multiple of 4, so that the result for a
-    position does not depend on how many are computed beside it.
-    """
-    T = q.size(2)
-    if q.is_cuda and q.size(1) > k.size(1):
-        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+    num_queries = mask.size(2)
+    if num_queries > T:
+        q = q.reshape(R, k.size(1), num_queries, head_dim)
+    elif q.is_cuda and num_heads > k.size(1):  # fast kernels with a mask cannot share key heads
+        k = k.repeat_interleave(num_heads // k.size(1), dim=1)
+        v = v.repeat_interleave(num_heads // v.size(1), dim=1)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        q = F.pad(q, (0, 0, 0, -T % 4))
-        mask = F.pad(mask, (0, 0, 0, -T % 4), value=True)
+        # Torch goes block by block through the queries, and adds up in another order where fewer
+        # than 4 are left. Padded, a query's result does not depend on how many are beside it.
+        q = F.pad(q, (0, 0, 0, -num_queries % 4))
+        mask = F.pad(mask, (0, 0, 0, -num_queries % 4))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return y[:, :, :T]
+    return y[:, :, :num_queries].reshape(R, num_heads, T, head_dim)
 
 
 def span_unit(model: nn.Module, compile: bool) -> int:
@@ -66,21 +62,26 @@ def span_unit(model: nn.Module, compile: bool) -> int:
 
 
 def fast_forwards(model: nn.Module, cache, compile: bool) -> tuple[Callable, Callable]:
-    """The model's forward with this cache, of prompts and of steps: (tokens, pos, mask) -> hidden.
+    """Two forwards with this cache, of prompts and of steps: (tokens, pos, mask) -> hidden states.
 
     compile: static shapes for the steps.
     """
     lay_out_by_columns(model)
-    if not compile:
+    advance = model
+    if compile:
+        advance = compile_forward(model)
+        for keys, values in cache.layers:  # or a CUDA graph would copy the cache at each forward
+            torch._dynamo.mark_static_address(keys)
+            torch._dynamo.mark_static_address(values)
+    else:
         pack_matrices(model)
-    attend = functools.partial(attend_folded, num_threads=torch.get_num_threads())
-    prefill = functools.partial(model, cache=cache, attend=attend)
-    if not compile:
-        return prefill, prefill
-    for keys, values in cache.layers:  # or a CUDA graph would copy the cache at each forward
-        torch._dynamo.mark_static_address(keys)
-        torch._dynamo.mark_static_address(values)
-    return prefill, functools.partial(compile_forward(model), cache=cache, attend=attend)
+    threads = torch.get_num_threads()
+
+    def run(forward: Callable[..., Tensor], tokens: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        mask = fold(mask, model.config, threads, model.dtype)
+        return forward(tokens, pos, mask, cache, attend_folded)
+
+    return functools.partial(run, model), functools.partial(run, advance)
 
 
 def compile_forward(model: nn.Module) -> Callable[..., Tensor]:
