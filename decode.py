@@ -447,12 +447,12 @@ class Decoder(Scheduler):
         outputs = outputs_at(self.model, hidden, columns)
         candidates, counts, chances = propose(self.model, outputs, batch, self.options, held)
         counts = counts.where(has_group[:, 0], 1)  # without the group there are no new guesses
-        fetched = torch.cat([held, counts[:, None], candidates], dim=1).tolist()
+        others = candidates[:, 1:]  # candidate 0 is AR's next token once more
+        fetched = torch.cat([held, counts[:, None], others, ar_tokens], dim=1).tolist()
         decisions = []
-        for row_guesses, fetched_row, row_chances in zip(guesses, fetched, chances.tolist()):
-            num_held, num_passed, ar_token, *others = fetched_row  # candidate 0 is AR's token
-            accepted = [*row_guesses[:num_held], ar_token]
-            new_guesses = others[: num_passed - 1]
+        for (num_held, num_passed, *tokens), row_chances in zip(fetched, chances.tolist()):
+            accepted = tokens[others.size(1) :][: num_held + 1]  # guesses that hold, and one more
+            new_guesses = tokens[: num_passed - 1]
             new_groups = self.groups_for(row_chances[1:num_passed])
             decisions.append(Decision(accepted, new_guesses, new_groups, num_held))
         if self.watch:

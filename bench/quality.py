@@ -2,38 +2,46 @@
 
     python -m bench.quality                                  # the README's table over tau
     python -m bench.quality --verify --tau 0                 # is --verify lossless?
+    python -m bench.quality --verify --tau 0 --temperature 1 # and are its samples those of tau 1?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
 An answer is right if its last number is the problem's. Prompts without answers will do, too.
 
-Where an answer parts from that of tau 1 and the model's two best logits are at most 1e-4 apart, it
-parted at a tie: the two tokens are as good as equal, and a forward of another width rounds
-differently. With --verify in float32 there is no other difference. If there is one, it is a bug,
-and the exit status is 1.
+Where an answer parts from that of tau 1 and the two best scores (logits, with the noise of the dice
+at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
+and a forward of another width rounds differently. With --verify in float32 there is no other
+difference. If there is one, it is a bug, and the exit status is 1.
 """
 
 import sys
+from dataclasses import fields
 from os.path import commonprefix  # of any two lists
 
-from plumbing.arguments import Parser, find_device, number
+from plumbing.arguments import Parser, find_device
 from plumbing.errors import run_main
 
 import torch
 
+import lossless
 from bench import common
-from decode import METRICS, Answer, Options, generate, is_plain_ar
+from decode import Answer, Options, generate, is_plain_ar
 from model import Qwen2, load
 
 TIE = 1e-4
 
 
 @torch.inference_mode()
-def gap_between_best(model: Qwen2, tokens: list[int]) -> float:
-    """The difference of the two best logits for the token that follows `tokens`."""
-    ids = torch.tensor([tokens], device=model.device)
-    positions = torch.arange(len(tokens), device=model.device)[None]
-    hidden = model(ids, positions, None)
-    best, second = model.logits(hidden[0, -1:]).topk(2).values[0].tolist()
+def gap_between_best(model: Qwen2, answer: Answer, num_tokens: int) -> float:
+    """The difference of the two best scores for what follows the first tokens of an answer's text.
+
+    The scores are those of decode.choose: logits, and at a temperature T also T times the dice.
+    """
+    ids = torch.tensor([answer.ids[:num_tokens]], device=model.device)
+    positions = torch.arange(num_tokens, device=model.device)[None]
+    scores = model.logits(model(ids, positions, None)[0, -1:])[0]
+    noise = lossless.dice(answer.options.seed, answer.index, num_tokens, scores)
+    scores = scores + answer.options.temperature * noise
+    best, second = scores.topk(2).values.tolist()
     return best - second
 
 
@@ -47,7 +55,7 @@ def gaps_at_parting(model: Qwen2, expected: list[Answer], answers: list[Answer])
         if num_same in (len(plain.ids), len(answer.ids)):
             gaps.append(float("inf"))  # one goes on where the other ends
         else:
-            gaps.append(gap_between_best(model, answer.ids[:num_same]))
+            gaps.append(gap_between_best(model, answer, num_same))
     return gaps
 
 
@@ -64,37 +72,28 @@ def figures(answers: list[Answer], right: str, gaps: list[float]) -> list[str]:
     ]
 
 
-def parse_arguments():
+def main() -> None:
     parser = Parser("Accuracy and tokens per forward over tau.")
     common.add_problems(parser)
     common.add_rows(parser, default=32)
     common.add_taus(parser, default=[1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5])
-    add = parser.add_argument
-    add("--metric", choices=METRICS, default="probability", help="of confidence")
-    add("--block-cache", type=number(int, 1), help="the paper's cache, in blocks of so many tokens")
-    add("--groups", type=number(int, 1), help="with --verify: groups of masks; None: see decode.py")
+    parser.add_options(Options, without=("tau", "block", "verify", "max_new"))
     args = parser.parse_args()
+    options = {field.name: getattr(args, field.name) for field in fields(Options)}
+    del options["tau"]
     for tau in args.tau:  # a UserError before any work, if these cannot be
-        Options(tau, args.metric, block_cache=args.block_cache, verify=args.verify)
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
+        Options(tau, **options)
     problems = common.read_problems(args.data, args.limit)
     model, chat = load(args.model, *find_device(args.device, args.dtype))
     prompts = common.encode(chat, problems)
-    sizes = {"rows": args.rows, "block": args.block, "max_new": args.max_new}
-    options = {"metric": args.metric, "block_cache": args.block_cache, "verify": args.verify}
-    options["groups"] = args.groups
-
-    expected = generate(model, prompts, tau=1.0, **sizes)
+    plain = options | {"metric": "probability", "block_cache": None, "verify": False}
+    expected = generate(model, prompts, args.rows, tau=1.0, **plain)
     rows, all_gaps = [], []
     for tau in args.tau:
         if is_plain_ar(tau, args.metric) and not args.verify and not args.block_cache:
             answers = expected
         else:
-            answers = generate(model, prompts, tau=tau, **sizes, **options)
+            answers = generate(model, prompts, args.rows, tau=tau, **options)
         gaps = gaps_at_parting(model, expected, answers)
         right = common.accuracy(chat, answers, problems)
         rows.append([f"{tau:g}", *figures(answers, right, gaps)])
@@ -104,7 +103,7 @@ def main() -> None:
     print(common.table([*head, "same as tau 1", "parted at a tie", "different"], rows))
     if args.verify and all_gaps:
         worst = max(all_gaps)
-        print(f"\nWhere answers parted, the two best logits were at most {worst:.2g} apart.")
+        print(f"\nWhere answers parted, the two best scores were at most {worst:.2g} apart.")
         if worst > TIE and model.dtype != torch.bfloat16:
             sys.exit(1)
 

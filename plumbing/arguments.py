@@ -32,21 +32,20 @@ class Parser(argparse.ArgumentParser):
         dtype_help = "None: bfloat16 on cuda, else float32"
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=dtype_help)
 
-    def add_options(self, options: type) -> None:
-        """Add every field of a dataclass of `option`s: block_cache becomes --block-cache."""
+    def add_options(self, options: type, without: tuple[str, ...] = ()) -> None:
+        """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""
         for field in dataclasses.fields(options):
-            name = "--" + field.name.replace("_", "-")
-            wanted = {"help": field.metadata["help"]}
-            if field.metadata["kind"] is bool:
-                wanted["action"] = "store_true"
+            if field.name in without:
+                continue
+            facts = field.metadata
+            if facts["kind"] is bool:
+                wanted = {"action": "store_true"}
+            elif facts["choices"]:
+                wanted = {"default": field.default, "choices": facts["choices"]}
             else:
-                wanted["default"] = field.default
-            if field.metadata["choices"]:
-                wanted["choices"] = field.metadata["choices"]
-            elif field.metadata["kind"] is not bool:
-                limits = field.metadata["least"], field.metadata["below"]
-                wanted["type"] = number(field.metadata["kind"], *limits)
-            self.add_argument(name, **wanted)
+                kind = number(facts["kind"], facts["least"], facts["below"])
+                wanted = {"default": field.default, "type": kind}
+            self.add_argument(f"--{field.name.replace('_', '-')}", help=facts["help"], **wanted)
 
 
 def number(kind: type = int, least: float | None = None, below: float | None = None) -> Callable:

@@ -15,8 +15,9 @@ from commands import command, is_refused
 from common import ROOT, cases, endless_model, random_prompt, tiny_model
 from safetensors.torch import load_file, save_file
 
+import lossless
 from bench import common, likelihood, quality, serving, speed, training_cost
-from decode import Answer, Options
+from decode import Answer, Options, generate
 from model import load
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
@@ -186,6 +187,24 @@ def test_one_token_decoding_in_blocks_is_measured_as_such():
 def test_verified_answers_are_those_of_tau_1():
     status, out, _ = command("bench.quality", *TOY, "--verify", "--limit", 12, "--tau", 0)
     assert status == 0 and tables(out)[0]["0"][2:] == ["8.7", "12", "0", "0"]
+    words = ("--verify", "--limit", 12, "--tau", 0, "--temperature", 1, "--seed", 3)
+    status, out, _ = command("bench.quality", *TOY, *words)
+    assert status == 0 and tables(out)[0]["0"][3:] == ["12", "0", "0"]
+
+
+def test_the_gap_where_sampled_answers_part():
+    """It is that of the scores that were compared: logits with the noise of the dice."""
+    model, chat = load(str(ROOT / "toy/mars"), dtype=torch.float64)
+    prompts = common.encode(chat, common.read_problems(ROOT / "toy/test.jsonl", 3))
+    [*_, answer] = generate(model, prompts, temperature=1.5, tau=1, seed=7, max_new=20)
+    for num_tokens in range(len(prompts[2]), len(answer.ids)):
+        text = torch.tensor([answer.ids[:num_tokens]])
+        logits = model.logits(model(text, torch.arange(num_tokens)[None], None)[0, -1:])[0]
+        scores = logits + 1.5 * lossless.dice(7, 2, num_tokens, logits)
+        best, second = scores.sort(descending=True).values[:2]
+        assert scores.argmax() == answer.ids[num_tokens]
+        found = quality.gap_between_best(model, answer, num_tokens)
+        assert found == pytest.approx((best - second).item())
 
 
 @pytest.mark.parametrize(
@@ -200,8 +219,8 @@ def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, counts)
     """It fails the command, unless it parted at a tie or bfloat16 may be the reason."""
     right = quality.generate
 
-    def wrong(model, prompts, verify=False, **options):
-        answers = right(model, prompts, verify=verify, **options)
+    def wrong(*args, verify, **options):
+        answers = right(*args, verify=verify, **options)
         if verify:
             answers[0].tokens[3] += 1
             answers[0].ids[-len(answers[0].tokens) + 3] += 1
@@ -212,7 +231,7 @@ def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, counts)
     words = ("--verify", "--limit", 3, "--tau", 0, "--dtype", dtype)
     found, out, _ = command("bench.quality", *TOY, *words)
     assert found == status and tables(out)[0]["0"][3:] == counts
-    assert "Where answers parted, the two best logits were at most" in out
+    assert "Where answers parted, the two best scores were at most" in out
 
 
 # ------------------------------------------------------------------------------------- serving
@@ -236,7 +255,7 @@ def test_the_waiting_time_of_a_single_queue():
 def test_the_table_of_waves(tmp_path):
     """What the knob is for: less waiting than a fixed 0.95, more right than a fixed 0.5."""
     pytest.importorskip("matplotlib", reason="the plot needs bench/requirements.txt")
-    options = ("--limit", 60, "--waves", 1, "--burst", 1, "--plot", tmp_path / "queue.png")
+    options = ("--limit", 30, "--waves", 1, "--burst", 1, "--plot", tmp_path / "queue.png")
     status, out, _ = command("bench.serving", *TOY, *options)
     [table] = tables(out)
     waits = {name: float(cells[2]) for name, cells in table.items()}

@@ -318,6 +318,26 @@ def test_a_conversation_goes_on_from_what_was_checked():
             prompt = answer.ids + random_prompt(rng, 3)
 
 
+def test_new_guesses_are_never_the_text(monkeypatch):
+    """AR's token was once taken from the call that makes the next guesses: whoever changed the
+    choice of guesses alone, as docs/change-it.md allows, got another text."""
+    choose = decode.choose
+
+    def wrong_guesses(model, outputs, batch, options, held=None):
+        tokens = choose(model, outputs, batch, options, held)
+        return tokens if held is None else (tokens + 1) % model.config.mask_token_id
+
+    for seed in cases(5, 50):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        prompts = [random_prompt(rng, rng.randint(1, 9)) for _ in range(3)]
+        expected = generate(model, prompts, tau=1, max_new=20)
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "choose", wrong_guesses)
+            found = generate(model, prompts, verify=True, max_new=20)
+        assert [a.tokens for a in found] == [a.tokens for a in expected]
+
+
 # ------------------------------------------------------------------------------- at a temperature
 
 
