@@ -329,7 +329,7 @@ class Decoder(Scheduler):
         self.options = options
         self.widest = widest_feed(options, block_of(model, options))
         for answer in answers:
-            longest = max(longest, len(answer.ids) + options.max_new)
+            longest = max(longest, len(answer.ids) + answer.max_new)
         unit = attention.span_unit(model, options.compile)
         capacity = round_up(longest + self.widest, unit)
         cache = KVCache(model.config, rows, capacity, model.device, model.dtype, unit)
@@ -447,13 +447,12 @@ class Decoder(Scheduler):
         outputs = outputs_at(self.model, hidden, columns)
         candidates, counts, chances = propose(self.model, outputs, batch, self.options, held)
         counts = counts.where(has_group[:, 0], 1)  # without the group there are no new guesses
-        others = candidates[:, 1:]  # candidate 0 is AR's next token once more
-        fetched = torch.cat([held, counts[:, None], others, ar_tokens], dim=1).tolist()
         decisions = []
-        for (num_held, num_passed, *tokens), row_chances in zip(fetched, chances.tolist()):
-            accepted = tokens[others.size(1) :][: num_held + 1]  # guesses that hold, and one more
-            new_guesses = tokens[: num_passed - 1]
-            new_groups = self.groups_for(row_chances[1:num_passed])
+        fields = (held[:, 0], ar_tokens, counts, candidates, chances)
+        for num_held, ar, count, tokens, odds in zip(*(field.tolist() for field in fields)):
+            accepted = ar[: num_held + 1]  # the guesses that hold, and AR's next token
+            new_guesses = tokens[1:count]  # candidate 0 is AR's next token once more
+            new_groups = self.groups_for(odds[1:count])
             decisions.append(Decision(accepted, new_guesses, new_groups, num_held))
         if self.watch:
             self.watch(batch, outputs, candidates, decisions)
@@ -474,7 +473,7 @@ def widest_feed(options: Options, block: int) -> int:
     if options.verify:  # a token, B guesses, B + 1 groups of B masks
         return 1 + block + (block + 1) * block
     if options.block_cache:  # all of an open block, and the masks
-        return max(block + 1, min(options.block_cache, options.max_new)) + block
+        return min(options.block_cache, options.max_new) + block
     return (block + 1) + block  # what was accepted last time, and the masks
 
 

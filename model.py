@@ -373,16 +373,16 @@ def load_model(directory: Path, device="cpu", dtype=torch.float32) -> Qwen2:
 
 
 def add_mask_token(model: Qwen2, chat: Chat) -> None:
-    """Find the tokenizer's `<|mask|>`, or add it in the first free embedding row or a new one."""
+    """Find the tokenizer's `<|mask|>`, or add it, in a free embedding row or in a new one."""
     config = model.config
     other_ids = [id for token, id in chat.tokenizer.get_vocab().items() if token != MASK]
     largest = max(other_ids, default=0)
     if largest >= config.vocab_size:
-        raise UserError(
-            f"token id {largest} of the tokenizer exceeds vocab_size {config.vocab_size}"
-        )
+        raise UserError(f"the tokenizer's id {largest} exceeds vocab_size {config.vocab_size}")
     chat.tokenizer.add_special_tokens([AddedToken(MASK, normalized=False, special=True)])
     config.mask_token_id = chat.mask_id
+    if config.mask_token_id in other_ids:  # a new token's id is the number of tokens
+        raise UserError(f"the tokenizer's ids have gaps: {MASK} would share id {chat.mask_id}")
     if config.mask_token_id < config.vocab_size:
         return
     matrices = [model.model.embed_tokens]

@@ -148,17 +148,13 @@ def batches(
     else:
         forwards = grouped(lengths, args.batch_tokens, size)
     weights = target_weights(examples, args.normalization)
+
+    def stream(i: int, doc: int) -> Batch:
+        return lay_out(examples[i], config.block_size, config.mask_token_id, weights[i], doc)
+
     result = []
     for rows, width in forwards[rank::size]:
-        filled = []
-        for row in rows:
-            streams = []
-            for doc, i in enumerate(row):
-                stream = lay_out(
-                    examples[i], config.block_size, config.mask_token_id, weights[i], doc
-                )
-                streams.append(stream)
-            filled.append(streams)
+        filled = [[stream(i, doc) for doc, i in enumerate(row)] for row in rows]
         result.append(collate(filled, width, PADDING))
     return result
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from .threads import free_cores
 
 NARROW = 96  # positions per row: with more there is nothing left to gain from folding
-ONEDNN = torch.backends.mkldnn.enabled
+ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
 
 # ---------------------------------------------------------------------------------------- decoding
 
@@ -112,10 +112,11 @@ def pack_matrices(model: nn.Module) -> None:
 
     Without it oneDNN rearranges a matrix for each product, which takes as long as the product: a
     forward of SmolLM2-135M with 20 positions took 78 ms, and with it 50. A model in training is
-    left alone: its matrices change.
+    left alone: its matrices change. Afterwards, neither load other weights nor copy the model.
     """
     is_of_use = model.device.type == "cpu" and model.dtype == torch.bfloat16 and ONEDNN
-    if not is_of_use or any(weight.requires_grad for weight in model.parameters()):
+    is_possible = is_of_use and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # by this CPU
+    if not is_possible or any(weight.requires_grad for weight in model.parameters()):
         return
     for module in model.modules():
         if isinstance(module, nn.Linear) and not isinstance(module.forward, PackedProduct):
@@ -125,7 +126,8 @@ def pack_matrices(model: nn.Module) -> None:
 
 
 class PackedProduct:
-    """F.linear with one weight. For a single position it is F.linear: see `fast_for_one`."""
+    """F.linear with one weight, from its copy: not for a single position (see `fast_for_one`), nor
+    for a gradient or torch.compile, which cannot use the copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.weight = weight
@@ -133,7 +135,8 @@ class PackedProduct:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
     def __call__(self, x: Tensor, *_) -> Tensor:
-        if x.numel() == x.size(-1):
+        is_one = x.numel() == x.size(-1)
+        if is_one or self.weight.requires_grad or torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 

@@ -32,16 +32,14 @@ def packed(lengths: list[int], width: int, positions: int, num_processes: int) -
 def pack(lengths: list[int], width: int) -> list[list[int]]:
     """Which sequences share a row: the longest first, each in the fullest row with room for it.
 
-    (Best-fit decreasing, a classic of bin packing: at most 11/9 of the fewest possible rows.)
+    (Best-fit decreasing, a classic of bin packing: of many rows at most 11/9 of the fewest.)
     """
     rows: list[list[int]] = []
     free: list[int] = []
     for i in longest_first(lengths):
         with_room = [row for row in range(len(rows)) if free[row] >= lengths[i]]
-        if with_room:
-            row = min(with_room, key=free.__getitem__)
-        else:
-            row = len(rows)
+        row = min(with_room, key=free.__getitem__, default=len(rows))
+        if row == len(rows):
             rows.append([])
             free.append(width)
         rows[row].append(i)
@@ -50,7 +48,7 @@ def pack(lengths: list[int], width: int) -> list[list[int]]:
 
 
 def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Forward]:
-    """One sequence per row, next to others of similar length; at most `positions` in a forward.
+    """One sequence per row, next to others of similar length; at most `positions`, or one row.
 
     Widths are multiples of 32, so that there are few shapes. No row is much shorter than the
     longest. The number of forwards is a multiple of num_processes.

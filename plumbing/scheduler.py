@@ -6,7 +6,7 @@ from os.path import commonprefix  # works on lists, too
 
 from .errors import UserError
 
-PREFILL = 4096  # positions of prompts, padding included, in one forward
+PREFILL = 4096  # positions of prompts, padding included, in one forward; more only for one prompt
 
 
 class Text:

@@ -9,6 +9,7 @@ from plumbing import attention
 import pytest
 import torch
 import torch._dynamo.testing
+from commands import MARS, PROMPT, process
 from common import ROOT, cases, random_prompt, tiny_model, toy_prompts
 
 from decode import generate, naive
@@ -176,6 +177,8 @@ def test_a_model_in_training_keeps_its_layout():
 @torch.inference_mode()
 def test_packed_matrices_are_the_same_matrices():
     """In bfloat16 on a CPU, for any number of positions, tied embeddings or not."""
+    if not (attention.ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
     for seed in cases(4, 20):
         rng = random.Random(seed)
         model = tiny_model(rng, vocab_size=rng.choice([8, 64])).bfloat16().requires_grad_(False)
@@ -198,6 +201,24 @@ def test_a_model_in_training_is_not_packed():
         before = model.linear
         generate(model, [[2, 3]], tau=0.2, max_new=3)
         assert model.linear is before
+
+
+def test_a_packed_model_can_still_be_trained_and_compiled():
+    """The copies of its matrices have no gradients, and torch.compile stumbled over them."""
+    model = tiny_model(random.Random(3)).bfloat16().requires_grad_(False)
+    [plain] = generate(model, [[2, 3]], tau=0.2, max_new=8)
+    [compiled] = generate(model, [[2, 3]], tau=0.2, max_new=8, compile=True)
+    assert len(compiled.tokens) == len(plain.tokens)
+    model.requires_grad_()
+    model.logits(model(torch.tensor([[2, 3]]), torch.arange(2)[None], None)[0]).sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_bfloat16_on_an_older_cpu():
+    """oneDNN has no bfloat16 before AVX-512: packing ended in a traceback."""
+    words = ("decode.py", *MARS, "--dtype", "bfloat16", "--device", "cpu", "--verify")
+    done = process(*words, "--prompt", PROMPT, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert done.status == 0 and "The answer is 43." in done.out, done.err
 
 
 def test_a_model_is_packed_once(monkeypatch):

@@ -1,8 +1,9 @@
 """Chat prompts and tokens: those of transformers, and what a template or tokenizer may not do."""
 
 import json
+import shutil
 
-from plumbing.chat import Chat
+from plumbing.chat import MASK, Chat
 from plumbing.errors import UserError
 
 import pytest
@@ -115,8 +116,20 @@ def test_a_tokenizer_of_another_model(checkpoint):
     matrix = model.model.embed_tokens
     matrix.weight = torch.nn.Parameter(matrix.weight[:100])
     model.config.vocab_size = 100
-    with pytest.raises(UserError, match="token id 631 .* exceeds vocab_size 100"):
+    with pytest.raises(UserError, match="the tokenizer's id 631 exceeds vocab_size 100"):
         add_mask_token(model, chat)
+
+
+def test_a_tokenizer_whose_ids_have_gaps(tmp_path):
+    """The mask took the id of an existing token, which then could never be said."""
+    shutil.copytree(ROOT / "toy/mars", tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != MASK]
+    tokenizer["model"]["vocab"].pop(MASK, None)
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"ids have gaps: <\|mask\|> would share id 631"):
+        load(str(tmp_path))
 
 
 def without_mask(tokenizer: dict, mask_id: int) -> dict:

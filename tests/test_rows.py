@@ -31,6 +31,14 @@ def test_the_cache_has_room_for_the_widest_feed(block, block_cache):
     assert long.forwards == 30 and max(others[0].accepted) == block + 1
 
 
+def test_the_cache_has_room_for_an_answer_longer_than_the_others():
+    """An answer with options of its own: the cache was made for those of the decoder."""
+    model = endless_model()
+    answer = Answer([2] * 9, model, Options(tau=1, max_new=200))
+    list(Decoder(model, [answer], Options(tau=1, max_new=5), rows=1))
+    assert len(answer.tokens) == 200
+
+
 def test_prompts_that_wait_are_prefilled_together(monkeypatch):
     """As many as there are free rows next to each other, but not more positions than PREFILL."""
     model = endless_model()
