@@ -55,8 +55,8 @@ class Config:
             is_count = field.type is int or (field.name == "block_size" and value is not None)
             if is_count and not (isinstance(value, int) and value > 0):
                 raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
-            if field.type is float and not isinstance(value, int | float):
-                raise ValueError(f"{field.name} {value!r}: must be a number")
+            if field.type is float and not (type(value) in (int, float) and 0 < value < math.inf):
+                raise ValueError(f"{field.name} {value!r}: must be a number above 0")
             if field.type is bool and not isinstance(value, bool):
                 raise ValueError(f"{field.name} {value!r}: must be true or false")
         if self.hidden_size % (2 * self.num_attention_heads):

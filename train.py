@@ -367,7 +367,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--normalization", choices=("sequence", "token"), default="sequence", help="how to average")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
     add("--steps", type=number(int, 1), help="number of steps, instead of --epochs")
-    add("--batch", type=number(int, 1), default=128, help="examples per step (the paper: 384)")
+    add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
     add("--batch-tokens", type=number(int, 1), default=4096, help="positions per forward")
     flag("--checkpoint-layers", help="less memory: compute activations twice")
     add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")

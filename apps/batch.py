@@ -2,9 +2,8 @@
 
     python -m apps.batch prompts.jsonl --rows 8 > answers.jsonl
 
-If the first line is a JSON object, all lines must be objects with a `prompt` or `messages`, and
-optionally an `id` and a `tau`. Otherwise every line is a prompt as it stands. The output has a JSON
-object for every prompt, in the same order. It is training data for train.py.
+Every line is a prompt, or a JSON object with a `prompt` or `messages`, and optionally an `id` and a
+`tau`. The output has a JSON object for every prompt, in the same order: training data for train.py.
 """
 
 import json

@@ -24,6 +24,8 @@ NOT_OF_THE_BASE = ("block_size", "mask_token_id")  # what training, or loading, 
 
 def make(base: str, tuned: str, file: Path, rank: int, license: str) -> None:
     """Write the patch that turns `base` into `tuned`."""
+    if file.exists():
+        raise UserError(f"{file}: is there already; choose another name")
     before, _ = load(base)
     after, chat = load(tuned)
     weights = before.state_dict()

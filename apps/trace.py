@@ -89,8 +89,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
-    if args.page.is_dir():
-        raise UserError(f"{args.page}: is a directory; name a file")
+    if args.page.suffix != ".html" or args.page.is_dir():
+        raise UserError(f"{args.page}: name a file that ends with .html")
     options = read_options(args, Options)
     model, chat = load_for_decoding(args, options)
     prompt = chat.prompt([{"role": "user", "content": args.prompt}])

@@ -49,11 +49,11 @@ def encode(chat: Chat, problems: list[dict]) -> list[list[int]]:
     return [chat.encode(chat.prompt(turn)) for turn in turns]
 
 
-def last_number(text: str) -> str | None:
+def last_number(text: str) -> float | None:
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     if not numbers:
         return None
-    return numbers[-1].replace(",", "")
+    return float(numbers[-1].replace(",", ""))
 
 
 def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> str:

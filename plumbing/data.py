@@ -47,7 +47,7 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
     if chat.mask_id in response or eos in response:  # never predicted, or only at the end
         raise Unusable("a mask or end-of-turn token in the response")
     if not 0 < len(prompt) < max_length:
-        raise Unusable("prompt longer than --max-length")
+        raise Unusable(f"prompt of {max_length} tokens or more")
     tokens = prompt + response
     if row.get("finish_reason") != "length":  # a response that was cut short has no end
         tokens.append(eos)

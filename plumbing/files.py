@@ -41,9 +41,10 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
                     tensors[name] = shard.get_tensor(name).to(dtype)
                     if not tensors[name].sum().isfinite():  # quicker than to look at each number
                         raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
-        except FileNotFoundError:
-            hint = "to start without weights: train.py --from-scratch"
-            raise UserError(f"{path}: no such file ({hint})") from None
+        except FileNotFoundError:  # also if it may not be read
+            reason = "cannot be read" if path.exists() else "no such file"
+            hint = "is the download complete? To start without weights: train.py --from-scratch"
+            raise UserError(f"{path}: {reason} ({hint})") from None
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: damaged ({describe(error)})") from None
         except RuntimeError as error:  # out of memory, on a CPU or a GPU

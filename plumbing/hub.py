@@ -25,6 +25,8 @@ def locate(name: str) -> Path:
     """
     if name and len(name) < 1000 and Path(name).is_dir():
         return Path(name)
+    if name and len(name) < 1000 and Path(name).is_file():
+        raise UserError(f"{name}: is a file; name the directory of a checkpoint")
     if not re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", name):
         raise UserError(f"{name[:200]!r}: no such directory, and not a hub id (org/name)")
     from huggingface_hub import constants, errors, snapshot_download  # slow; needed only here

@@ -33,26 +33,27 @@ class JsonlFile:
         lines = tqdm(self.file, desc=str(self.path), leave=False, delay=2, disable=not leads())
         for number, line in enumerate(lines, 1):
             if line.strip():
-                self._parse(line, str(number))
+                parse_object(line, f"{self.path}:{number}")
                 self.offsets.append(offset)
             offset += len(line)
             self.checksum = zlib.crc32(line, self.checksum)
-
-    def _parse(self, line: bytes, where: str) -> dict:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            hint = "is it compressed or parquet? unpack or convert it to JSONL"
-            message = f"{self.path}:{where}: not JSON ({describe(error)}; {hint})"
-            raise UserError(message) from None
-        if not isinstance(row, dict):
-            raise UserError(f"{self.path}:{where}: not a JSON object but {str(row)[:40]}")
-        return row
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def __getitem__(self, index: int) -> dict:
         self.file.seek(self.offsets[index])
-        where = f"byte {self.offsets[index]}, changed since the start"
-        return self._parse(self.file.readline(), where)
+        where = f"{self.path}:byte {self.offsets[index]}, changed since the start"
+        return parse_object(self.file.readline(), where)
+
+
+def parse_object(line: str | bytes, where: str) -> dict:
+    """The JSON object in a line; anything else is a UserError."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        hint = "is it compressed or parquet? unpack or convert it to JSONL"
+        raise UserError(f"{where}: not JSON ({describe(error)}; {hint})") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object but {str(row)[:40]}")
+    return row

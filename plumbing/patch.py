@@ -96,8 +96,9 @@ def read_patch(path: Path) -> tuple[dict[str, Tensor], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["mars_patch"])
+            facts["base"], facts["config"]["eos_token_id"], facts["fingerprint"]
             return {name: file.get_tensor(name) for name in file.keys()}, facts
-    except KeyError:
+    except (KeyError, TypeError):
         raise UserError(f"{path}: not a patch (apps.patch makes them)") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

@@ -1,13 +1,15 @@
 """A file of prompts: plain lines or JSONL, by the rules of training."""
 
-import json
+import re
 import sys
 from pathlib import Path
 
 from .chat import Chat
 from .data import Unusable, encode
 from .errors import UserError
-from .terminal import note
+from .jsonl import parse_object
+
+LIKE_JSON = re.compile(r"""[{[]\s*(["'{]|$)""")  # right or wrong; "{x} is a set" is text
 
 
 def read_rows(file: Path) -> dict[int, dict]:
@@ -15,36 +17,27 @@ def read_rows(file: Path) -> dict[int, dict]:
     rows = {}
     is_jsonl = False
     for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        where = f"{file}:{line_number}"
         try:
             text = line.decode("utf-8-sig").strip()
         except UnicodeDecodeError:
-            raise UserError(f"{file}:{line_number}: not UTF-8") from None
+            raise UserError(f"{where}: not UTF-8") from None
         if not text:
             continue
-        row = parse(text)
         if not rows:
-            is_jsonl = isinstance(row, dict)
-            if row is None and text[0] in '{["':
-                note(f"{file}:{line_number}: not JSON, so every line is a prompt as it stands")
-        if isinstance(row, dict) != is_jsonl or isinstance(row, list | str):
-            message = "either every line is a JSON object, or every line is plain text"
-            raise UserError(f"{file}:{line_number}: {message}")
-        rows[line_number] = row if is_jsonl else {"prompt": text}
+            is_jsonl = LIKE_JSON.match(text) is not None
+        if not is_jsonl and text.startswith('{"'):
+            raise UserError(f"{where}: either every line is a JSON object, or every line is text")
+        rows[line_number] = parse_object(text, where) if is_jsonl else {"prompt": text}
     if not rows:
         raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
     return rows
 
 
-def parse(text: str) -> object:
-    """The content of a line of JSON, None for any other line."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def encode_prompt(row: dict, chat: Chat) -> list[int]:
     """Token ids of a prompt. The rules are those of training, which may read the output."""
+    if "prompt" not in row and not (row.get("messages") and isinstance(row["messages"], list)):
+        raise Unusable("neither a prompt nor messages")
     example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
     if not all(isinstance(m.get("role"), str) and m["role"].strip() for m in messages):

@@ -24,7 +24,6 @@ except ImportError:  # Windows has no flock
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
 
-
 # Options that a resumed run may change: they say where and how, not what is computed.
 MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dtype"}
 MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
@@ -85,7 +84,8 @@ class Run:
         if newest and not newest["finished"] and not overwrite:
             what = "an unfinished run; --resume it, --overwrite it"
             raise UserError(f"--out {self.out}: has {what}, or choose another")
-        if (newest or (self.out / "config.json").exists()) and not overwrite:
+        model = [self.out / "config.json", self.out / "model.safetensors"]
+        if (newest or any(file.exists() for file in model)) and not overwrite:
             raise UserError(f"--out {self.out}: has a model; --overwrite it, or choose another")
         if resume:
             say(f"{self.out}: no checkpoint to resume from; starting from the beginning")

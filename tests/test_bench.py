@@ -5,6 +5,7 @@ import math
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 from plumbing.data import Example
 
@@ -64,15 +65,23 @@ def test_all_ways_run_in_turn():
 
 
 def test_the_last_number_of_a_text():
-    assert common.last_number("1,080 plums, then 3. The answer is -12.5.") == "-12.5"
-    assert common.last_number("1,080 plums") == "1080"
+    assert common.last_number("1,080 plums, then 3. The answer is -12.5.") == -12.5
+    assert common.last_number("1,080 plums") == 1080
     assert common.last_number("none") is None
+
+
+def test_answers_are_compared_as_numbers():
+    """78.0, as pandas writes it, was another answer than 78."""
+    _, chat = load(str(ROOT / "toy/mars"))
+    answer = SimpleNamespace(tokens=chat.encode("So Mia has 78 plums."))
+    for right, wanted in [("100.0%", 78.0), ("100.0%", "78"), ("0.0%", 78.5)]:
+        assert common.accuracy(chat, [answer], [{"answer": wanted}]) == right
 
 
 def test_problems_as_their_authors_publish_them():
     """GSM8K has a question and worked steps; IFEval's prompts have no answers."""
     [first, *_] = common.read_problems(ROOT / "bench/data/gsm8k/test.jsonl")
-    assert first["prompt"].startswith("Janet") and common.last_number(first["answer"]) == "18"
+    assert first["prompt"].startswith("Janet") and common.last_number(first["answer"]) == 18
     prompts = common.read_problems(ROOT / "bench/data/ifeval/test.jsonl", limit=2)
     _, chat = load(str(ROOT / "toy/mars"))
     assert len(prompts) == 2 and common.accuracy(chat, [], prompts) == ""

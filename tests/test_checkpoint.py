@@ -7,7 +7,7 @@ from plumbing.errors import UserError
 
 import pytest
 import torch
-from common import save_model
+from common import ROOT, save_model
 from safetensors.torch import load_file, save_file
 
 from model import load, read_config
@@ -147,6 +147,8 @@ def test_weights_that_are_refused(checkpoint):
 def test_a_name_that_is_neither_directory_nor_hub_id():
     with pytest.raises(UserError, match="no such directory, and not a hub id"):
         load("no/such/directory")
+    with pytest.raises(UserError, match="toy/test.jsonl: is a file; name the directory"):
+        load(str(ROOT / "toy/test.jsonl"))
 
 
 # ------------------------------------------------------------------------------------------ saving

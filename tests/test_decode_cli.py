@@ -261,7 +261,7 @@ BREAKAGES = {
     "config.json missing": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
     "weights missing": (
         lambda d: (d / "model.safetensors").unlink(),
-        "no such file (to start without",
+        "no such file (is the download complete?",
     ),
     "weights truncated": (
         lambda d: truncate(d / "model.safetensors"),

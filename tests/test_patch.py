@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from pathlib import Path
 
 from plumbing.chat import Chat
 from plumbing.patch import (
@@ -131,14 +132,22 @@ def test_bad_patches_and_other_bases_are_refused(tmp_path):
 
     save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
     (tmp_path / "short.safetensors").write_bytes(file.read_bytes()[:5000])
+    for name, facts in [("number", "5"), ("empty", "{}"), ("no-config", '{"base": "b"}')]:
+        tensors = load_file(file)
+        save_file(tensors, tmp_path / f"{name}.safetensors", metadata={"mars_patch": facts})
     for name, message in [
         ("gone", "no such file"),
         ("other", "not a patch"),
         ("short", "damaged"),
+        ("number", "not a patch"),
+        ("empty", "not a patch"),
+        ("no-config", "not a patch"),
     ]:
         done = command("apps.patch", "apply", base, tmp_path / f"{name}.safetensors", out)
         assert is_refused(done, message)
     assert is_refused(command("apps.patch", "apply", base, file, tuned), "has a model")
+    weights = Path(tuned) / "model.safetensors"  # it was replaced by the patch
+    assert is_refused(command("apps.patch", "make", base, tuned, weights), "is there already")
 
     model, chat = load(base)
     model.model.layers[0].input_layernorm.weight += 1

@@ -79,6 +79,14 @@ def test_a_finished_run_is_not_destroyed(data, out, no_model, monkeypatch):
     assert contents(out) == before
 
 
+def test_weights_alone_are_a_model_too(data, out, no_model):
+    """They were replaced without a word."""
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"weights")
+    done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 1)
+    assert is_refused(done, f"--out {out}: has a model; --overwrite it, or choose another")
+
+
 @pytest.mark.parametrize("resume", [(), ("--resume",)], ids=str)
 def test_the_model_that_a_run_starts_from_is_not_overwritten(data, out, no_model, resume):
     """--model sft --out sft once replaced the model it starts from; toy/README said to do so."""

@@ -135,7 +135,9 @@ def test_the_command(tmp_path):
 def test_bad_input(tmp_path):
     page = tmp_path / "page.html"
     assert is_refused(command("apps.trace", *MARS, "--prompt", " ", page), "--prompt is empty")
-    assert is_refused(command("apps.trace", *MARS, "--prompt", "Hi", tmp_path), "is a directory")
+    assert is_refused(
+        command("apps.trace", *MARS, "--prompt", "Hi", tmp_path), "name a file that ends with .html"
+    )
     assert is_refused(command("apps.trace", *MARS, "--prompt", "Hi", "--tau", 2, page), "tau 2")
     assert not page.exists()
 

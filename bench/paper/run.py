@@ -338,7 +338,7 @@ def measure(model: Qwen2, chat: Chat, problems: list[dict], way: str, options: d
     answers, num_forwards = answer_all(model, encode(chat, problems), way, options)
     right = ""
     for answer, row in zip(answers, problems):
-        is_right = last_number(chat.decode(answer.tokens)) == row["answer"]
+        is_right = last_number(chat.decode(answer.tokens)) == float(row["answer"])
         right += "1" if is_right else "0"
     return {
         "options": options,
