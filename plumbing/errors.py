@@ -32,6 +32,8 @@ def run_main(
     except OSError as error:
         stop(describe(error))
     except (MemoryError, RuntimeError) as error:
+        if "No working C++ compiler" in str(error):
+            stop("--compile needs a C++ compiler: install one, or leave it out")
         if not is_out_of_memory(error):
             raise  # a bug of ours keeps its traceback
         stop(f"out of memory: {out_of_memory} ({first_line(error)})")

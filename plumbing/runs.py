@@ -25,16 +25,16 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
 
 # Options that a resumed run may change: they say where and how, not what is computed.
-MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dtype"}
-MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
+MAY_CHANGE = "data out resume overwrite save_every device dtype batch_tokens checkpoint_layers"
 
 
 def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
     """The options and the data that identify a run."""
     facts = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():
-        if name not in MAY_CHANGE:
+        if name not in MAY_CHANGE.split():
             facts["--" + name.replace("_", "-")] = str(value)
+    facts["--model"] = os.path.normpath(args.model)  # toy/sft/ is toy/sft
     return facts
 
 
@@ -115,8 +115,8 @@ class Run:
             return open(self.new_log if log.exists() else log, "w")
         self.new_log.unlink(missing_ok=True)  # of a run that died before its first checkpoint
         kept = []
-        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         try:
+            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
             for line in lines:  # steps that no checkpoint holds are made and logged again
                 if line.endswith("\n") and json.loads(line)["step"] <= self.found["step"]:
                     kept.append(line)

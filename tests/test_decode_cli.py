@@ -224,6 +224,16 @@ def test_a_terminal_that_lacks_a_character(tmp_path):
 # -------------------------------------------------------------------------------------- bad input
 
 
+def test_compiling_without_a_compiler(tmp_path):
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    words = ("decode.py", *MARS, "--prompt", PROMPT, "--device", "cpu", "--compile")
+    done = process(*words, CXX="/nonexistent", **cache)
+    assert done.status == 2 and "Traceback" not in done.err
+    assert done.err.endswith(
+        "error: --compile needs a C++ compiler: install one, or leave it out\n"
+    )
+
+
 @pytest.fixture
 def broken(tmp_path):
     """A copy of the toy checkpoint to break."""

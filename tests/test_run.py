@@ -246,12 +246,21 @@ def test_a_note_in_the_log(data, out):
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 1)
     assert run_train(*words).status == 0
     path = out / "log.jsonl"
-    for note in ("looks good so far", '{"note": 1}', "[]"):
-        path.write_text(path.read_text().splitlines()[0] + f"\n{note}\n")
-        before = path.read_text()
+    first = path.read_bytes().splitlines()[0]
+    for note in (b"looks good so far", b'{"note": 1}', b"[]", b"\xff"):
+        path.write_bytes(first + b"\n" + note + b"\n")
+        before = path.read_bytes()
         done = run_train(*words, "--resume")
         assert done.status == 2 and "has a line that is not a step's; move it away" in done.err
-        assert "Traceback" not in done.err and path.read_text() == before
+        assert "Traceback" not in done.err and path.read_bytes() == before
+
+
+def test_another_spelling_of_the_model_is_the_same_model(data, out):
+    """A shell that completes the name of a directory adds a slash."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 1)
+    assert run_train(*words).status == 0
+    done = run_train(*words, "--model", f"{ROOT}/toy//draft/", "--resume")
+    assert done.status == 0, done.err
 
 
 # ------------------------------------------------------------------------------------------- lock
