@@ -96,7 +96,7 @@ def read_patch(path: Path) -> tuple[dict[str, Tensor], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["mars_patch"])
-            facts["base"], facts["config"]["eos_token_id"], facts["fingerprint"]
+            facts["base"], facts["config"]["eos_token_id"], facts["fingerprint"]  # or a KeyError
             return {name: file.get_tensor(name) for name in file.keys()}, facts
     except (KeyError, TypeError):
         raise UserError(f"{path}: not a patch (apps.patch makes them)") from None

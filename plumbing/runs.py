@@ -23,16 +23,16 @@ except ImportError:  # Windows has no flock
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
-
 # Options that a resumed run may change: they say where and how, not what is computed.
-MAY_CHANGE = "data out resume overwrite save_every device dtype batch_tokens checkpoint_layers"
+MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dtype"}
+MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
 
 
 def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
     """The options and the data that identify a run."""
     facts = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():
-        if name not in MAY_CHANGE.split():
+        if name not in MAY_CHANGE:
             facts["--" + name.replace("_", "-")] = str(value)
     facts["--model"] = os.path.normpath(args.model)  # toy/sft/ is toy/sft
     return facts
