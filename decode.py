@@ -53,8 +53,8 @@ class Options:
 
     tau: Tau | None = option(
         None,
-        "accept tokens at least this confident; 1 is plain AR. None: 0.95. With --verify: check "
-        "guesses at least this confident. None: all",
+        "accept tokens at least this confident; 1 is plain AR (default: 0.95). "
+        "With --verify: check guesses at least this confident (default: all)",
         kind=float,
     )
     metric: str = option(
@@ -62,11 +62,11 @@ class Options:
         "measure of confidence; for entropy tau is in nats, 0 is plain AR",
         choices=METRICS,
     )
-    block: int | None = option(None, "masks per forward; None: as in training", int, least=1)
+    block: int | None = option(None, "B, masks in a group (default: as in training)", int, least=1)
     block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, least=1)
     verify: bool = option(False, "lossless: AR checks every guess")
     groups: int | None = option(
-        None, "with --verify: groups of masks; None: all likely (rows on a CPU: one)", int, least=1
+        None, "with --verify: groups of masks (default: the likely ones)", int, least=1
     )
     max_new: int = option(256, "maximum number of new tokens", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0, below=1e30)
@@ -255,7 +255,7 @@ def propose(
     """Candidates (R, C), how many of each row pass (R,), and their probabilities (R, C).
 
     The columns are those of `choose`. Candidates that pass are accepted; with `verify` they only
-    become guesses. A single candidate always passes; its probability is not computed, but 1.
+    become guesses. A single candidate always passes: it gets the probability 1, not its own.
 
     At temperature T > 0 every candidate is drawn from p^(1/T) of its own position, independently of
     the others, and its confidence is taken at T = 1, as in the paper's code. So with several tokens
@@ -515,9 +515,9 @@ def load_for_decoding(args, options: Options) -> tuple:
 def main() -> None:
     parser = Parser("Answer a prompt, several tokens per forward (MARS).")
     parser.add_argument("--prompt", required=True, help="what the user says")
-    parser.add_argument("--system", help="a system message; None: the chat template's own")
+    parser.add_argument("--system", help="a system message (default: the chat template's own)")
     parser.add_argument("--show", action="store_true", help="shade tokens accepted in one forward")
-    parser.add_model(None, "directory or hub id; None: the bundled toy/mars")
+    parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
     parser.add_options(Options)
     args = parser.parse_args()
     if not args.prompt.strip():

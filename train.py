@@ -15,7 +15,7 @@ What is unusual here:
   * every target is weighted relative to the whole step, so the loss does not depend on how a step
     is packed, cut into forwards and split among processes;
   * shuffle and phases are functions of (seed, epoch, row): there is no random state to save, and a
-    run that was killed continues bit for bit (`--resume`).
+    run that was killed continues bit for bit (`--resume`, on a CPU).
 
 Under torchrun the same loop shards the model and splits the forwards of each step (FSDP2).
 """
@@ -360,11 +360,11 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     flag("--overwrite", help="replace the model or run in --out")
     flag("--resume", help="continue from the newest checkpoint in --out")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
-    add("--block", type=number(int, 1), default=4, help="B, the number of masks in a window")
+    add("--block", type=number(int, 1), default=4, help="B, masks in a block")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
     add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
     flag("--distill", help="masks learn what the clean stream predicts")
-    add("--normalization", choices=("sequence", "token"), default="sequence", help="how to average")
+    add("--normalization", choices=("sequence", "token"), default="sequence", help="averaged over")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
     add("--steps", type=number(int, 1), help="number of steps, instead of --epochs")
     add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
@@ -373,7 +373,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")
     add("--warmup", type=number(float, 0, 1), default=0.03, help="share of the run")
     add("--clip", type=number(float, 1e-6), default=1.0, help="largest gradient norm")
-    add("--max-length", type=number(int, 1), default=512, help="tokens per example")
+    add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
     add("--held-out", type=number(int, 0), default=64, help="rows to evaluate on, at most a tenth")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
     add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, phases, new weights")

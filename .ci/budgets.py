@@ -16,9 +16,9 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "lossless.py": 140,
     "train.py": 440,
     "setup.py": 1,
-    "plumbing": 1985,
+    "plumbing": 1991,
     "apps": 530,
-    "bench": 1491,
+    "bench": 1492,
     "bench/paper": 1314,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/

@@ -1,1 +1,1 @@
-"""Programs around the decoder: a conversation, and a file of prompts."""
+"""Programs around the decoder: a conversation, a file of prompts, a trace, patches."""

@@ -65,9 +65,9 @@ class Conversation:
 
 def main() -> None:
     parser = Parser("A conversation, several tokens per forward (MARS).")
-    parser.add_argument("--system", help="a system message; None: the chat template's own")
+    parser.add_argument("--system", help="a system message (default: the chat template's own)")
     parser.add_argument("--show", action="store_true", help="shade tokens accepted in one forward")
-    parser.add_model(None, "directory or hub id; None: the bundled toy/mars")
+    parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)

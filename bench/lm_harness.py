@@ -226,7 +226,7 @@ def parse_arguments():
     parser.add_model(str(common.TOY / "mars"), "directory or hub id")
     add = parser.add_argument
     add("--tasks", nargs="+", default=PAPER, choices=METRICS, metavar="TASK", help="also: toy")
-    add("--data", type=path, help="a directory with their problems; None: downloads")
+    add("--data", type=path, help="a directory with their problems (default: download them)")
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
     add("--samples", type=path, help="append every problem's prompt and answer to this JSONL file")
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")
@@ -238,6 +238,8 @@ def parse_arguments():
         Options(tau)  # a UserError if it is out of range
     if "humaneval_instruct" in args.tasks and not args.run_code:
         raise UserError("humaneval_instruct runs what the model wrote: allow it with --run-code")
+    if args.run_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for it a second time
     return args
 
 

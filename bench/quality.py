@@ -1,6 +1,6 @@
 """Accuracy and tokens per forward over tau, and how many answers are those of tau 1.
 
-    python -m bench.quality                                  # the README's table over tau
+    python -m bench.quality                                  # toy/README.md's table over tau
     python -m bench.quality --verify --tau 0                 # is --verify lossless?
     python -m bench.quality --verify --tau 0 --temperature 1 # and are its samples those of tau 1?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128

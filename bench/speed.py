@@ -1,7 +1,7 @@
 """Speed of decoding: all settings in turn, in one run.
 
     python -m bench.speed --table5          # the paper's Table 5: what each cache is worth
-    python -m bench.speed --lossless        # AR, tau, and --verify over the taus of its guesses
+    python -m bench.speed --lossless        # AR, tau, and --verify with several groups and taus
     python -m bench.speed --transformers    # next to transformers' generate and its prompt lookup
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
     python -m bench.speed --long 4096       # one long answer: time and memory as it grows
@@ -342,7 +342,7 @@ def parse_arguments():
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
     add("--table5", action="store_true", help="AR, no cache, block caches and our cursor")
-    add("--lossless", action="store_true", help="AR, tau, and --verify over taus")
+    add("--lossless", action="store_true", help="AR, tau, and --verify with several groups")
     add("--transformers", action="store_true", help="next to transformers' generate")
     add("--widths", action="store_true", help="what a forward of more positions costs")
     add("--long", type=number(int, 100), help="one answer of so many tokens")

@@ -11,12 +11,18 @@ import torch
 from .errors import UserError
 
 
+class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default is None or action.default is False:
+            return action.help  # it says what happens without the option, if that needs words
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose help shows the defaults and whose errors are UserErrors."""
 
     def __init__(self, description: str, **options):
-        show_defaults = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(description=description, formatter_class=show_defaults, **options)
+        super().__init__(description=description, formatter_class=ShowDefaults, **options)
 
     def error(self, message: str) -> None:
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
@@ -29,8 +35,8 @@ class Parser(argparse.ArgumentParser):
     def add_device(self) -> None:
         """Add --device and --dtype: see `find_device`."""
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
-        dtype_help = "None: bfloat16 on cuda, else float32"
-        self.add_argument("--dtype", choices=("float32", "bfloat16"), help=dtype_help)
+        help = "(default: bfloat16 on cuda, else float32)"
+        self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
 
     def add_options(self, options: type, without: tuple[str, ...] = ()) -> None:
         """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""

@@ -2,8 +2,8 @@
 
 Training moves every matrix W (n, m) a little, and mostly along a few directions. So most of the
 difference is a product of two thin matrices, left (n, rank) and right (m, rank). These are kept in
-4 bits, with a scale for each of the rank directions: in the same number of bytes, many directions
-say more than exact ones. Vectors (norms and biases) are kept whole, and so is the embedding of
+4 bits, with a scale for each of the rank directions: at the same size, many coarse directions keep
+more than a few exact ones. Vectors (norms and biases) are kept whole, and so is the embedding of
 `<|mask|>`.
 """
 

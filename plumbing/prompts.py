@@ -9,7 +9,7 @@ from .data import Unusable, encode
 from .errors import UserError
 from .jsonl import parse_object
 
-LIKE_JSON = re.compile(r"""[{[]\s*(["'{]|$)""")  # right or wrong; "{x} is a set" is text
+LIKE_JSON = re.compile(r"""[{[]\s*(["'{]|$)""")  # also broken JSON; "{x} is a set" is text
 
 
 def read_rows(file: Path) -> dict[int, dict]:

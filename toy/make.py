@@ -1,6 +1,6 @@
 """The laptop-scale world: word problems with worked answers, their tokenizer and model config.
 
-    python toy/make.py                                          # all that is committed here
+    python toy/make.py                                          # train.jsonl, test.jsonl, base/
     python toy/make.py --rows 96000 --out toy/train-96k.jsonl   # what toy/mars learnt from
 
 A problem has one or two operations out of +, - and *. Every kind of sentence has several phrasings,
