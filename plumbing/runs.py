@@ -52,13 +52,12 @@ class Run:
         self.checkpoints = Checkpoints(out / "checkpoints")
         self.new_log = out / "log.jsonl.tmp"  # until this run has a checkpoint
         self.unlock = None
-        self.step = 0
-        self.saved_step = 0
         self.skipped: dict[str, int] = {}
         refuse_unwritable(out)
         if out.is_dir():
             self._take_lock()
         self.found = self._resumable(resume, overwrite)
+        self.step = self.saved_step = self.found["step"] if self.found else 0
 
     def _take_lock(self) -> None:
         if fcntl is None or not leads():

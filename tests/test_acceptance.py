@@ -39,6 +39,16 @@ def test_acceptance_by_hand():
             assert passing_lengths(confidence, torch.tensor([tau]), metric).tolist() == [length]
 
 
+def test_defaults():
+    assert Options().tau == 0.95 and Options(verify=True).tau == 0
+    assert Options(verify=True, metric="entropy").tau == float("inf")
+    model = tiny_model(random.Random(0))
+    assert Answer([2], model, Options()).block == 4
+    model.config.block_size = 3
+    assert Answer([2], model, Options()).block == 3
+    assert Answer([2], model, Options(block=5)).block == 5
+
+
 def test_the_one_token_tau_by_hand():
     """1, or an entropy of 0; what no tau can be is an error."""
     for metric in ("probability", "margin"):
@@ -69,10 +79,8 @@ def test_a_one_token_row_among_others_stays_one():
 def test_probabilities_are_not_rounded_to_bfloat16():
     """0.9995 is 1.0 in bfloat16, and would pass tau = 0.9999 there."""
     model = tiny_model(random.Random(0)).bfloat16()
-    logits = torch.zeros(2, 8)
-    logits[:, 3] = 9.5  # a probability of 0.9995
     head = torch.zeros(8, model.config.hidden_size)
-    head[3] = 9.5
+    head[3] = 9.5  # a probability of 0.9995
     model.config.tie_word_embeddings = True
     model.model.embed_tokens.weight.data = head.bfloat16()
     hidden = torch.zeros(1, 2, model.config.hidden_size, dtype=torch.bfloat16)

@@ -1,5 +1,6 @@
 """The faster drop-ins of plumbing/attention.py change nothing but the time."""
 
+import contextlib
 import random
 import shutil
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 import torch._dynamo.testing
 from commands import MARS, PROMPT, process
 from common import ROOT, cases, random_prompt, tiny_model, toy_prompts
+from torch import nn
 
 from decode import generate, naive
 from model import attend, load
@@ -149,10 +151,15 @@ def test_compiled_is_eager(monkeypatch):
     assert 0 < counter.frame_count <= 6 * len(cases(2, 10))
 
 
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")),
+    reason="no C++ compiler",
+)
+
+
+@needs_compiler
 def test_inductor_decodes_a_problem():
-    """The real compiler, once: it needs a C++ compiler on a CPU."""
-    if not (shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")):
-        pytest.skip("no C++ compiler")
+    """The real compiler, once."""
     torch._dynamo.reset()
     model, chat = load(str(ROOT / "toy/mars"), dtype=torch.float64)
     prompt = toy_prompts(chat)[0]
@@ -174,11 +181,16 @@ def test_a_model_in_training_keeps_its_layout():
     assert all(map(torch.equal, model.parameters(), values)) and before.tokens == after.tokens
 
 
+needs_bfloat16 = pytest.mark.skipif(
+    not (attention.ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="oneDNN has no bfloat16 on this CPU",
+)
+
+
+@needs_bfloat16
 @torch.inference_mode()
 def test_packed_matrices_are_the_same_matrices():
     """In bfloat16 on a CPU, for any number of positions, tied embeddings or not."""
-    if not (attention.ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        pytest.skip("oneDNN has no bfloat16 on this CPU")
     for seed in cases(4, 20):
         rng = random.Random(seed)
         model = tiny_model(rng, vocab_size=rng.choice([8, 64])).bfloat16().requires_grad_(False)
@@ -186,7 +198,9 @@ def test_packed_matrices_are_the_same_matrices():
         for is_packed in (False, True):
             if is_packed:
                 attention.pack_matrices(model)
-                assert isinstance(model.linear, attention.PackedProduct)
+                linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+                forwards = [model.linear, *(module.forward for module in linears)]
+                assert all(isinstance(one, attention.PackedProduct) for one in forwards)
             for T in (1, 2, 9, 25, 70):
                 tokens = torch.full((1, T), 3)
                 hidden = model(tokens, torch.arange(T)[None], None)
@@ -195,14 +209,15 @@ def test_packed_matrices_are_the_same_matrices():
             torch.testing.assert_close(outputs[True, T], outputs[False, T])
 
 
-def test_a_model_in_training_is_not_packed():
+@needs_bfloat16
+def test_a_model_in_training_is_not_packed(monkeypatch):
     """Its matrices change at every step, and the copies would not."""
-    for model in (tiny_model(random.Random(3)).bfloat16(), tiny_model(random.Random(3))):
-        before = model.linear
-        generate(model, [[2, 3]], tau=0.2, max_new=3)
-        assert model.linear is before
+    monkeypatch.setattr(attention.PackedProduct, "__init__", None)
+    generate(tiny_model(random.Random(3)).bfloat16(), [[2, 3]], tau=0.2, max_new=3)
 
 
+@needs_bfloat16
+@needs_compiler
 def test_a_packed_model_can_still_be_trained_and_compiled():
     """The copies of its matrices have no gradients, and torch.compile stumbled over them."""
     model = tiny_model(random.Random(3)).bfloat16().requires_grad_(False)
@@ -221,9 +236,53 @@ def test_bfloat16_on_an_older_cpu():
     assert done.status == 0 and "The answer is 43." in done.out, done.err
 
 
+@needs_bfloat16
 def test_a_model_is_packed_once(monkeypatch):
     """Every conversation and every call of generate makes a decoder."""
     model = tiny_model(random.Random(3)).bfloat16().requires_grad_(False)
     generate(model, [[2, 3]], tau=0.2, max_new=3)
     monkeypatch.setattr(attention.PackedProduct, "__init__", None)
     generate(model, [[2, 3]], tau=0.2, max_new=3)
+
+
+@pytest.mark.parametrize(
+    "dtype, compile, expected",
+    [(torch.float32, False, 64), (torch.bfloat16, False, 192), (torch.bfloat16, True, 256)],
+)
+def test_spans_are_multiples_of(dtype, compile, expected):
+    model = tiny_model(random.Random(0)).to(dtype)
+    assert attention.span_unit(model, compile) == expected
+
+
+@torch.inference_mode()
+def test_in_bfloat16_more_hidden_slots_change_no_bit():
+    """Where the span of a row's neighbour is longer, torch adds up over more blocks of 192 slots;
+    in other units of the span the results would differ."""
+    unit = 192
+    model = tiny_model(random.Random(0)).bfloat16()
+    assert attention.span_unit(model, compile=False) == unit
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 3, 32).bfloat16()
+    k = torch.randn(1, 1, 4 * unit, 32).bfloat16()
+    v = torch.randn(1, 1, 4 * unit, 32).bfloat16()
+    mask = torch.rand(1, 1, 3, 4 * unit) < 0.5
+    mask[..., unit - 5 :] = False
+    outputs = []
+    for span in (unit, 2 * unit, 3 * unit, 4 * unit):
+        outputs.append(fold_and_attend(q, k[:, :, :span], v[:, :, :span], mask[..., :span], 1))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_the_kernel_for_one_position_is_switched_back():
+    """Once on, it would stay for all that follow, which it makes slower."""
+    model = tiny_model(random.Random(0)).bfloat16()
+    for shape, enabled in (((1, 1), False), ((2, 1), attention.ONEDNN), ((1, 2), attention.ONEDNN)):
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            attention.fast_for_one(model, torch.zeros(shape, dtype=torch.long)),
+        ):
+            assert torch.backends.mkldnn.enabled == enabled
+            _ = 1 / 0
+        assert torch.backends.mkldnn.enabled == attention.ONEDNN
+    with attention.fast_for_one(model.float(), torch.zeros(1, 1)):
+        assert torch.backends.mkldnn.enabled == attention.ONEDNN

@@ -71,14 +71,6 @@ def test_a_directory_without_a_template_gets_chatml(tmp_path):
     )
 
 
-def test_a_template_may_drop_a_role(tmp_path):
-    """Qwen2.5's template drops every role that it does not know, without a word."""
-    copy_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE.read_text())
-    dropped = Chat(tmp_path).prompt([{"role": "environment", "content": "12"}])
-    assert "12" not in dropped
-
-
 @pytest.mark.parametrize(
     "template, message",
     [

@@ -46,6 +46,8 @@ def edit_tensors(directory, change) -> None:
         ({"num_attention_heads": 16}, "hidden_size must be a multiple of 2 . num_attention_heads"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
+        ({"rope_theta": "1e4", "rope_parameters": "absent"}, "rope_theta '1e4': must be a number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
         ({"block_size": -4}, "block_size -4: must be a whole number above 0"),
         ({"rope_parameters": "default"}, "config.json: "),
         ({"use_sliding_window": True, "layer_types": 3}, "config.json: "),
@@ -90,6 +92,7 @@ def test_config_forms_that_are_accepted(checkpoint):
         {"rope_theta": "absent", "rope_parameters": {"rope_theta": theta}},
         {"rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False},
         {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
+        {"use_sliding_window": True, "layer_types": "absent", "max_window_layers": 99},
     ):
         edit_config(checkpoint, **changes)
         assert load(str(checkpoint))[0].config.rope_theta == theta
@@ -109,6 +112,9 @@ def test_one_end_of_turn_or_several(checkpoint):
     generation = checkpoint / "generation_config.json"
     generation.write_text('{"eos_token_id": 5}')
     assert load(str(checkpoint))[0].config.eos_token_id == (5,)
+    before = json.loads((checkpoint / "config.json").read_text())["eos_token_id"]
+    generation.write_text("{}")
+    assert list(load(str(checkpoint))[0].config.eos_token_id) == before
     generation.unlink()
     edit_config(checkpoint, eos_token_id=[2, 0])
     assert load(str(checkpoint))[0].config.eos_token_id == (2, 0)
@@ -181,7 +187,7 @@ def test_a_file_where_a_directory_should_be(checkpoint):
         save_model(model, chat, below_a_file)
 
 
-def test_a_checkpoint_is_replaced_in_one_rename(checkpoint, monkeypatch):
+def test_nothing_is_replaced_before_all_is_written(checkpoint, monkeypatch):
     """Killed between writing and renaming: whoever reads the directory still finds the old file."""
     model, chat = load(str(checkpoint))
     before = (checkpoint / "model.safetensors").read_bytes()

@@ -124,7 +124,7 @@ def test_an_answered_conversation_is_trained(chat):
         assert encode(row, chat, EOS, 512) == expected
 
 
-def test_unusable_rows_are_counted_by_reason(chat):
+def test_unusable_rows_say_why(chat):
     turn = {"role": "user", "content": "Hi"}
     reply = {"role": "assistant", "content": "Hello"}
     for row, reason in (
@@ -267,6 +267,9 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
         again = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, held_out=5)
         step = next(again.steps(15, consumed))
         assert step.examples == (epochs[0] + epochs[1])[consumed : consumed + 15]
+    other = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=1, held_out=5)
+    assert {chat.decode(response(e)) for e in other.held_out} != held_out
+    assert [e.phase for e in next(other.steps(45)).examples] != phases[0]
 
 
 @pytest.mark.parametrize("count", [3, 40])

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from plumbing import errors, terminal
+from plumbing import arguments, errors, terminal
 from plumbing.chat import Chat
 from plumbing.errors import UserError
 
@@ -105,7 +105,7 @@ def test_shading():
     assert terminal.legend(9).endswith("or more")
 
 
-def test_a_system_message_and_a_type_are_used(monkeypatch):
+def test_a_system_message_and_a_dtype_are_used(monkeypatch):
     seen = {}
 
     def spy(prompt, model, options):
@@ -252,37 +252,13 @@ def set_config(directory: Path, **changes) -> None:
 
 
 BREAKAGES = {
-    "another architecture": (
-        lambda d: set_config(d, model_type="mistral"),
-        "'mistral' is not supported",
-    ),
-    "sliding window": (
-        lambda d: set_config(d, use_sliding_window=True, max_window_layers=0),
-        "sliding-window attention is not supported",
-    ),
-    "no end of turn": (
-        lambda d: set_config(d, eos_token_id=None),
-        "no tokens that could end a turn",
-    ),
     "config.json damaged": (
         lambda d: (d / "config.json").write_text("{"),
         "config.json: cannot be read",
     ),
     "config.json missing": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
-    "weights missing": (
-        lambda d: (d / "model.safetensors").unlink(),
-        "no such file (is the download complete?",
-    ),
-    "weights truncated": (
-        lambda d: truncate(d / "model.safetensors"),
-        "model.safetensors: damaged",
-    ),
     "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json: missing"),
     "tokenizer damaged": (lambda d: truncate(d / "tokenizer.json"), "tokenizer.json: missing or"),
-    "template damaged": (
-        lambda d: (d / "chat_template.jinja").write_text("{% if %}"),
-        "chat template is damaged",
-    ),
 }
 
 
@@ -367,5 +343,24 @@ def test_the_first_of_one_cpu():
 
 def test_too_little_memory_says_what_lowers_it(broken):
     set_config(broken, max_position_embeddings=10**13)
-    done = command("decode", "--prompt", PROMPT, "--model", broken, "--max-new", 10**12)
-    assert done.status == 2 and "out of memory" in done.err
+    words = ("--prompt", PROMPT, "--model", broken, "--max-new", 10**12)
+    done = process("decode.py", *words)
+    assert is_refused(done, "out of memory: use a smaller --max-new or a shorter prompt")
+
+
+@pytest.mark.parametrize(
+    "device, dtype, expected",
+    [
+        ("auto", None, ("cuda:0", "bfloat16")),
+        ("cuda", "float32", ("cuda:0", "float32")),
+        ("cuda:1", None, ("cuda:1", "bfloat16")),
+        ("cpu", None, ("cpu", "float32")),
+        ("cpu:0", "bfloat16", ("cpu", "bfloat16")),
+        ("mps:0", None, ("mps", "float32")),
+    ],
+)
+def test_the_device_and_dtype_that_are_meant(monkeypatch, device, dtype, expected):
+    available = ["cuda:0", "cuda:1", "mps", "cpu"]
+    monkeypatch.setattr(arguments, "available_devices", lambda: available)
+    found = arguments.find_device(device, dtype)
+    assert found == (torch.device(expected[0]), getattr(torch, expected[1]))

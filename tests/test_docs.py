@@ -121,10 +121,11 @@ def test_the_commands_of_the_project_are_in_the_readme():
     assert "apps.batch" in readme and "python -m pytest" in readme
 
 
-@pytest.mark.parametrize("name", ["decode", "train", "apps.chat", "apps.batch"])
-def test_help_names_every_option(name):
-    """With its default, and without the name of the machine's user."""
+@pytest.mark.parametrize("name", ["decode", "train", "apps.chat", "apps.batch", "apps.trace"])
+def test_help_shows_defaults(name):
+    """But not that of a flag, nor None, nor the name of the machine's user."""
     done = command(name, "--help")
     assert done.status == 0 and done.err == ""
     text = " ".join(done.out.split())
     assert "--model" in text and "(default: " in text and str(ROOT) not in text
+    assert "None" not in text and "default: False" not in text

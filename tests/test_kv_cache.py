@@ -2,6 +2,8 @@
 
 import random
 
+from plumbing.errors import UserError
+
 import pytest
 import torch
 from common import MASK, cases, random_prompt, tiny_model
@@ -23,6 +25,8 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
         for length in cache.lengths:
             answer = Answer(random_prompt(rng, length + rng.randint(1, 5)), model, options)
             answer.guesses = random_prompt(rng, rng.randint(0, options.block))
+            groups = range(len(answer.guesses) + 1)
+            answer.groups = sorted(rng.sample(groups, rng.randint(0, len(groups))))
             feeds.append(answer.feed(length, MASK))
         width = max(map(len, feeds))
         padding = (MASK, 0, 1)
@@ -42,6 +46,17 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
             assert torch.equal(mask[row, 0, : len(feed), :end], expected)
             assert not mask[row, 0, : len(feed), end:].any()
             assert mask[row].any(-1).all()  # padding, too, sees something: no NaN
+
+
+def test_what_just_fits():
+    """A cache, or the model's positions, to the last one."""
+    model = tiny_model(random.Random(0))
+    cache = KVCache(model.config, 1, 10, "cpu", torch.float64)
+    cache.reserve(10)
+    limit = model.config.max_position_embeddings
+    Answer([2] * (limit - 5), model, Options(max_new=5))
+    with pytest.raises(UserError, match="exceed the model's 512 positions"):
+        Answer([2] * (limit - 5), model, Options(max_new=6))
 
 
 def test_the_cache_refuses_what_does_not_fit():
@@ -88,3 +103,15 @@ def test_the_span_is_the_longest_row_rounded_up():
         cache.reserve(5, rows)
         spans[rows.start] = cache.span
     assert spans == {0: 128, 2: 64, None: 300}
+
+
+def test_the_cache_is_empty_at_first():
+    """Attention multiplies what it does not see by zero: fresh memory may hold NaN, and 0 * NaN
+    is not 0."""
+    model = tiny_model(random.Random(0))
+    torch.use_deterministic_algorithms(True)  # torch then fills fresh memory with NaN
+    try:
+        cache = KVCache(model.config, 1, 10, "cpu", torch.float64)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(part.any() for layer in cache.layers for part in layer)

@@ -27,7 +27,7 @@ import lossless
 from decode import Answer, Decoder, Options, generate
 from model import load, visible
 
-# ---------------------------------------------------------------------------- the three functions
+# ----------------------------------------------------------------------------- the four functions
 
 
 def test_mask_groups_by_hand():
@@ -388,6 +388,29 @@ def test_a_guess_rolls_the_dice_that_its_check_will_roll():
         for column, token in enumerate(chosen[0].tolist()):
             position = len(answer.ids) + held + column
             assert token == lossless.dice(5, 4, position, torch.zeros(8)).argmax()
+
+
+def test_guesses_are_for_the_positions_after_those_that_hold():
+    """Candidate 0 is AR's own last token once more: the dice are those of its position."""
+    num_held = 0
+
+    def watch(batch, outputs, candidates, decisions):
+        nonlocal num_held
+        for answer, row, decision in zip(batch, candidates.tolist(), decisions):
+            if answer:
+                num_held += decision.num_held
+                assert row[0] == decision.tokens[-1]
+
+    for seed in cases(10, 100):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        options = Options(verify=True, temperature=1.0, seed=seed, block=3, max_new=30)
+        prompts = [random_prompt(rng, 5) for _ in range(4)]
+        answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
+        decoder = Decoder(model, answers, options, rows=2)
+        decoder.watch = watch
+        list(decoder)
+    assert num_held > 100
 
 
 def ar_distribution(model, prompt: list[int], length: int) -> dict[tuple, float]:

@@ -135,6 +135,15 @@ def test_a_llama_is_saved_as_a_qwen2(tmp_path):
     assert torch.allclose(qwen2(tokens).logits, llama(tokens).logits, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_a_llama_in_bfloat16(tmp_path):
+    """The zeros that take the place of its biases have the type of its weights."""
+    their_model(tmp_path, tied=True, family="Llama")
+    ours, _ = load(str(tmp_path), dtype=torch.bfloat16)
+    assert {weight.dtype for weight in ours.parameters()} == {torch.bfloat16}
+    assert our_logits(ours, torch.randint(4, 640, (1, 9))).isfinite().any()
+
+
 @pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
 def test_a_llama_with_biases_is_refused(tmp_path, name):
     """Its output projection has one, too, which a Qwen2 has no place for."""
@@ -168,7 +177,7 @@ def test_a_checkpoint_saved_here_loads_in_transformers(tmp_path, tied):
 
 
 @torch.inference_mode()
-def test_bundled_model_in_bfloat16_is_transformers_too():
+def test_the_bundled_model_has_the_logits_of_transformers():
     """Loading keeps the file's bits, and float32 arithmetic on them agrees with transformers'."""
     ours, chat = load(str(ROOT / "toy/mars"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -178,6 +187,9 @@ def test_bundled_model_in_bfloat16_is_transformers_too():
     expected = their_logits(theirs, tokens, ours.config.mask_token_id)
     assert torch.allclose(our_logits(ours, tokens), expected, atol=1e-3)
     in_bfloat16, _ = load(str(ROOT / "toy/mars"), dtype=torch.bfloat16)
+    saved = load_file(ROOT / "toy/mars/model.safetensors")
+    loaded = in_bfloat16.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
     assert in_bfloat16.dtype == torch.bfloat16
 
 

@@ -163,7 +163,7 @@ def test_bad_patches_and_other_bases_are_refused(tmp_path):
     assert not out.exists() and not (tmp_path / "new.safetensors").exists()
 
 
-def test_told_to_the_patch_goes_on_other_weights(tmp_path):
+def test_any_weights_applies_a_patch_to_other_weights(tmp_path):
     base, tuned = models(tmp_path)
     model, chat = load(base)
     model.model.norm.weight += 1

@@ -5,11 +5,12 @@ import os
 import shutil
 
 from plumbing import runs
+from plumbing.jsonl import JsonlFile
 
 import pytest
 from commands import is_refused
 from common import ROOT
-from training import DRAFT, checkpoints, contents, log, run_train, write
+from training import DRAFT, arguments, checkpoints, contents, log, run_train, write
 
 import train
 
@@ -68,11 +69,11 @@ def test_an_empty_output_directory_name(data, tmp_path, monkeypatch, no_model):
     assert list(tmp_path.iterdir()) == [data]
 
 
-def test_a_finished_run_is_not_destroyed(data, out, no_model, monkeypatch):
+def test_a_finished_run_is_not_destroyed(data, out, monkeypatch):
     """Another run into the same --out once deleted the finished one before its own first step."""
-    monkeypatch.undo()
     assert run_train(*DRAFT, "--data", data, "--out", out, "--steps", 2).status == 0
     before = contents(out)
+    monkeypatch.delattr(train, "load")  # refused before the model is loaded
     for words in ((), ("--steps", 2), ("--steps", 3, "--lr", 1)):
         done = run_train(*DRAFT, "--data", data, "--out", out, *words)
         assert is_refused(done, f"--out {out}: has a model; --overwrite it, or choose another")
@@ -276,3 +277,39 @@ def test_a_run_lets_go_of_its_directory(data, out, monkeypatch):
     assert is_refused(run_train(*words, "--resume", "--lr", 1), f"the run in {out} has")
     assert run_train(*words, "--resume").status == 0
     assert run_train(*words, "--overwrite").status == 0
+
+
+def test_what_may_differ_when_a_run_is_resumed(data):
+    """What decides where it ends must be as it was; what only decides how it gets there may not."""
+    rows = JsonlFile(data)
+
+    def identity(*words):
+        return runs.identity(arguments("--data", data, *words), rows)
+
+    for option, value in (
+        ("--objective", "sft"),
+        ("--block", 5),
+        ("--block-phase", "fixed"),
+        ("--ar-weight", 2),
+        ("--normalization", "token"),
+        ("--epochs", 6),
+        ("--steps", 7),
+        ("--batch", 9),
+        ("--lr", 1e-4),
+        ("--warmup", 0.1),
+        ("--clip", 2),
+        ("--max-length", 99),
+        ("--held-out", 3),
+        ("--seed", 1),
+    ):
+        assert identity(option, value) != identity(), option
+    for words in (
+        ("--out", "elsewhere"),
+        ("--resume",),
+        ("--save-every", 3),
+        ("--batch-tokens", 99),
+        ("--checkpoint-layers",),
+        ("--device", "cpu"),
+        ("--dtype", "bfloat16"),
+    ):
+        assert identity(*words) == identity(), words

@@ -53,7 +53,7 @@ def test_a_disk_that_is_full(data, small_disk):
     assert [record["step"] for record in log(small_disk / "out")] == [1, 2, 3, 4]
 
 
-def test_a_full_disk_where_none_can_be_mounted(data, out, monkeypatch):
+def test_the_error_that_torch_raises_on_a_full_disk(data, out, monkeypatch):
     """The same with torch's own kind of error, which is not even an Exception."""
 
     def full(*_, **__):
@@ -111,16 +111,18 @@ DYING = "import os, train, plumbing.files; from plumbing.errors import run_main;
 DYING += "plumbing.files.save_file = lambda *_, **__: os._exit(9); run_main(train.main)"
 
 
-def test_a_kill_while_the_model_is_written(data, out):
-    """The half-written model is not left on the disk when the run is over."""
-    words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--save-every", 1)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_kill_while_the_model_is_written(data, out, steps):
+    """The half-written model is not left on the disk when the run is over; the whole one is, also
+    if there is no step left to make."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", steps, "--save-every", 1)
     process = start(*words, script=("-c", DYING))
     process.communicate()
     assert process.returncode == 9 and checkpoints(out) == ["step-00000001"]
     assert not (out / "config.json").exists()
     done = run_train(*words, "--resume")
     assert done.status == 0 and "resumed at step 1" in done.out
-    assert not list(out.rglob("*.tmp"))
+    assert (out / "model.safetensors").exists() and not list(out.rglob("*.tmp"))
 
 
 def test_a_damaged_checkpoint(data, out):
@@ -151,12 +153,12 @@ def test_a_damaged_checkpoint(data, out):
 
 
 def test_a_checkpoint_that_cannot_be_read_is_no_missing_model(data, out):
-    """The line at the end once said that OUT holds no model, although it does."""
+    """The line at the end said that OUT holds no model of this run, although it does."""
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--save-every", 1)
     assert run_train(*words).status == 0
     (out / "checkpoints/step-00000002/.metadata").write_bytes(b"")
     done = run_train(*words, "--resume")
-    assert done.status == 2 and "no model yet" not in done.out
+    assert done.status == 2 and f"{out} holds the model of step 2" in done.out
 
 
 @pytest.mark.parametrize("damage", ["garbage", "half", "empty", "missing"])
@@ -254,6 +256,9 @@ def test_every_checkpoint_of_ours_is_data_only(data, out):
     ):
         words = (*DRAFT, "--data", data, "--out", out / str(number), "--save-every", 1, *words)
         assert run_train(*words, "--steps", 2).status == 0
+        is_mars = "sft" not in words
+        assert is_mars == ("noisy" in log(out / str(number))[0])
+        assert is_mars == ("block_size" in (out / str(number) / "config.json").read_text())
         newest = out / str(number) / "checkpoints/step-00000002"
         shutil.rmtree(newest)
         assert "resumed at step 1" in run_train(*words, "--steps", 2, "--resume").out

@@ -1,5 +1,10 @@
 """The number of torch's threads follows the cores that other programs leave free."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 from plumbing import attention, threads
 
 import pytest
@@ -106,3 +111,20 @@ def test_a_compiled_model_keeps_its_threads(monkeypatch):
     monkeypatch.setattr(threads.free_cores, "enabled", True)
     attention.compile_forward(endless_model())
     assert not threads.free_cores.enabled
+
+
+def test_a_program_that_imports_us_keeps_its_signals_and_threads(tmp_path):
+    """Only our own commands end quietly at Ctrl-C while torch is imported, and choose threads."""
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "plumbing", project / "plumbing")
+    (project / "apps").mkdir()
+    text = f"import sys; sys.path.insert(0, {str(project)!r}); import plumbing, signal; "
+    text += "from plumbing.threads import free_cores; "
+    text += "print(signal.getsignal(signal.SIGINT) == signal.SIG_DFL, free_cores.enabled)"
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("OMP_")}
+    is_linux = threads.STAT.exists()
+    for place, expected in ((tmp_path, "False False"), (project / "apps", f"True {is_linux}")):
+        (place / "program.py").write_text(text)
+        command = [sys.executable, place / "program.py"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == expected, done.stderr

@@ -94,7 +94,7 @@ def test_each_forward_fits_the_next(toy, settings):
             assert following["positions"] == num_new + len(following["checked"]) + num_masks
 
 
-def test_the_candidates_are_the_model_s(toy):
+def test_the_candidates_are_those_of_the_model(toy):
     """The first forward against the model over the whole prompt and its masks, without a cache."""
     model, chat = toy
     prompt = toy_prompts(chat)[3]
@@ -107,7 +107,7 @@ def test_the_candidates_are_the_model_s(toy):
     assert [sure for _, sure in forward["candidates"]] == pytest.approx(best.tolist(), abs=1e-5)
 
 
-def test_nobody_s_text_becomes_html(toy):
+def test_no_text_becomes_html(toy):
     """A prompt may hold tags, the end of a script, and right-to-left text."""
     prompt = "</script><script>alert(1)</script><!-- שלום مرحبا \u2028 & \\"
     page = page_of(toy, toy_prompts(toy[1])[0], prompt, tau=0.8)

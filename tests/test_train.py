@@ -5,7 +5,7 @@ import json
 import math
 import random
 
-from plumbing import attention, processes
+from plumbing import attention
 
 import pytest
 import torch
@@ -15,20 +15,20 @@ from training import (
     FixedData,
     NoRun,
     arguments,
+    checkpoint_tensors,
     gradient,
     log,
     random_example,
     run_train,
     two_stream_logits,
     two_stream_loss,
-    whole_step,
     write,
 )
 
 import train
 from bench import training_cost
 from decode import generate
-from model import load, visible
+from model import MLP, load, visible
 from train import batches, lay_out, losses
 
 
@@ -218,7 +218,9 @@ def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch):
         model = tiny_model(rng).float()
         model.config.block_size = rng.randint(1, 8)
         examples = [random_example(rng, model.config.block_size) for _ in range(6)]
-        for batch in batches(examples, model.config, arguments("--batch-tokens", 512)):
+        options = arguments("--batch-tokens", 512)
+        longest = rng.choice([0, 100])  # with 100, several examples share a row
+        for batch in batches(examples, model.config, options, longest=longest):
             dense = train.hidden_states(model, batch)
             with monkeypatch.context() as patch:
                 patch.setattr(train, "can_use_flex", lambda *_: True)
@@ -264,21 +266,33 @@ def test_a_step_by_hand():
             assert (mine - yours).abs().max() < 1e-5
 
 
-def test_recomputed_layers_change_nothing():
-    gradients = []
-    for recomputed in (False, True):
+def test_recomputed_layers_change_nothing(monkeypatch):
+    """But every layer runs twice."""
+    forward = MLP.forward
+    weights = {}
+    num_calls = {}
+    for words in ((), ("--checkpoint-layers",)):
+        calls = []
+
+        def counted(mlp, x, calls=calls):
+            calls.append(mlp)
+            return forward(mlp, x)
+
+        monkeypatch.setattr(MLP, "forward", counted)
         rng = random.Random(5)
         model = tiny_model(rng)
-        examples = [random_example(rng, 4) for _ in range(5)]
         model.config.block_size = 4
-        if recomputed:
-            processes.recompute_layers(model)
-        gradients.append(whole_step(model, examples, arguments()))
-    assert torch.equal(*gradients)
+        data = FixedData([random_example(rng, 4) for _ in range(5)])
+        train.train(model, None, data, NoRun(), arguments("--steps", 2, *words), torch.float32)
+        weights[words] = torch.cat([weight.flatten() for weight in model.parameters()])
+        num_calls[words] = len(calls)
+    assert torch.equal(*weights.values())
+    assert num_calls["--checkpoint-layers",] == 2 * num_calls[()]
 
 
 def test_bfloat16_is_of_the_arithmetic_only(tmp_path):
-    """--dtype bfloat16 changes the loss a little and no weight's type; checkpoints are bfloat16."""
+    """--dtype bfloat16 changes the loss a little. The weights in training stay float32: a step of
+    5e-6 would vanish in bfloat16. The model that is written is bfloat16."""
     clean = []
     for dtype in ("float32", "bfloat16"):
         out = tmp_path / dtype
@@ -288,6 +302,8 @@ def test_bfloat16_is_of_the_arithmetic_only(tmp_path):
         clean.append(log(out)[0]["clean"])
         saved = load_file(out / "model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+        state = checkpoint_tensors(out / "checkpoints/step-00000001", tmp_path)
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert 0 < abs(clean[0] - clean[1]) < 0.05
 
 
@@ -304,6 +320,24 @@ def test_a_fixed_phase_is_the_papers_grid(tmp_path, monkeypatch):
         words = ("--data", rows.path, "--model", ROOT / "toy/sft", "--block-phase", phase)
         assert run_train(*words, "--out", tmp_path / "out").status == 0
     assert phases == {"fixed": {0}, "random": {0, 1, 2, 3}}
+
+
+def test_the_seed_is_of_the_order_the_phases_and_new_weights(tmp_path, monkeypatch):
+    rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(30)])
+    found = []
+
+    def no_training(model, chat, data, run, args, dtype):
+        examples = [step.examples[0] for step in itertools.islice(data.steps(1), 25)]
+        order = [example.tokens for example in examples]
+        phases = [example.phase for example in examples]
+        found.append((order, phases, model.head.sum().item()))
+
+    monkeypatch.setattr(train, "train", no_training)
+    for seed in (0, 7, 7):
+        words = ("--data", rows.path, "--model", ROOT / "toy/base", "--from-scratch")
+        assert run_train(*words, "--out", tmp_path / "out", "--seed", seed).status == 0
+    first, second, third = found
+    assert all(one != other for one, other in zip(first, second)) and second == third
 
 
 def test_learning_rate():
@@ -352,5 +386,6 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     prompt = chat.encode(chat.prompt([{"role": "user", "content": "How many?"}]))
     [answer] = generate(model, [prompt])
     assert chat.decode(answer.tokens) == row["response"]
+    assert answer.tokens[-1] == model.config.eos_token_id[0]
     assert answer.tokens_per_forward > 3
     assert not list(tmp_path.rglob("*.tmp"))

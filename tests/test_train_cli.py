@@ -6,24 +6,17 @@ import sys
 import pytest
 from commands import is_refused
 from common import ROOT
-from training import DRAFT, plums, run_train
+from training import DRAFT, checkpoint_tensors, checkpoints, run_train
 
 import train
 from model import Qwen2
-
-
-@pytest.fixture
-def data(tmp_path):
-    return plums(tmp_path / "data.jsonl")
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
         (None, "cannot be read (No such file or directory)"),
-        ("", "empty; expected one JSON object per line"),
         ('{"prompt": "?", "response": "1"}\nnot json\n', "data.jsonl:2: not JSON"),
-        ('["prompt"]\n', "data.jsonl:1: not a JSON object"),
         ('{"question": "?"}\n', "no usable row: 1 neither messages nor prompt and response"),
     ],
 )
@@ -88,6 +81,9 @@ def test_a_learning_rate_that_is_too_high(tmp_path, data):
     done = run_train(*words, "--steps", 50)
     assert done.status == 2 and "is not finite; try a smaller --lr" in done.err
     assert done.err.count("\n") == 1
+    newest = out / "checkpoints" / checkpoints(out)[-1]
+    state = checkpoint_tensors(newest, tmp_path)
+    assert all(tensor.isfinite().all() for tensor in state.values())
 
 
 def test_too_little_memory(tmp_path, data, monkeypatch, capsys):

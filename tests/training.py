@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from commands import Done, command
 from common import ROOT, random_prompt
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
 from model import Qwen2
@@ -188,6 +189,20 @@ def num_logged(out: Path) -> int:
 def checkpoints(out: Path) -> list[str]:
     """What is in checkpoints/, complete or not."""
     return [path.name for path in sorted((out / "checkpoints").glob("*"))]
+
+
+def checkpoint_tensors(checkpoint: Path, place: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by name, read by torch's own converter."""
+    dcp_to_torch_save(checkpoint, place / "whole.pt")
+    tensors = [("", torch.load(place / "whole.pt"))]
+    found = {}
+    while tensors:
+        name, value = tensors.pop()
+        if isinstance(value, dict):
+            tensors += [(f"{name}/{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, torch.Tensor):
+            found[name] = value
+    return found
 
 
 def contents(directory: Path) -> dict[str, bytes]:
