@@ -18,8 +18,8 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "setup.py": 1,
     "plumbing": 1991,
     "apps": 530,
-    "bench": 1492,
-    "bench/paper": 1314,
+    "bench": 1526,
+    "bench/paper": 1038,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/
 README = {"lines": 150, "words": 1400, "tables": 2, "pictures": 1}

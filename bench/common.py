@@ -56,13 +56,17 @@ def last_number(text: str) -> float | None:
     return float(numbers[-1].replace(",", ""))
 
 
+def are_right(chat: Chat, answers: list[Text], problems: list[dict]) -> list[bool]:
+    """Is the last number of each answer the problem's?"""
+    found = [last_number(chat.decode(answer.tokens)) for answer in answers]
+    return [one == last_number(str(row["answer"])) for one, row in zip(found, problems)]
+
+
 def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> str:
-    """In percent, the answers whose last number is the problem's; "" if the problems have none."""
+    """In percent, the answers that are right; "" if the problems have none."""
     if "answer" not in problems[0]:
         return ""
-    texts = [chat.decode(answer.tokens) for answer in answers]
-    expected = [last_number(str(problem["answer"])) for problem in problems]
-    right = [last_number(text) == wanted for text, wanted in zip(texts, expected)]
+    right = are_right(chat, answers, problems)
     return f"{sum(right) / len(right):.1%}"
 
 

@@ -9,6 +9,7 @@ also compared with the first, row by row: how much its cross-entropy differs, an
 KL(first || model) of what they predict. Intervals are 95 %, a bootstrap over rows.
 """
 
+import functools
 from typing import NamedTuple
 
 from plumbing.arguments import Parser, find_device, number, path
@@ -58,11 +59,16 @@ def answer_logits(model: Qwen2, example: Example) -> torch.Tensor:
     return model.logits(model(tokens, positions, None)[0, example.prompt - 1 :])
 
 
+@functools.cache
+def resampled(rows: int) -> np.ndarray:
+    """How often each row is drawn: (RESAMPLES, rows)."""
+    rng = np.random.default_rng(0)
+    return rng.multinomial(rows, np.full(rows, 1 / rows), size=RESAMPLES)
+
+
 def interval(values: np.ndarray, counts: np.ndarray) -> tuple[float, float, float]:
     """The sum of the values over the sum of the counts, and its 95 % interval."""
-    rng = np.random.default_rng(0)
-    even = np.full(len(values), 1 / len(values))
-    weights = rng.multinomial(len(values), even, size=RESAMPLES)  # (RESAMPLES, rows)
+    weights = resampled(len(values))
     low, high = np.quantile((weights @ values) / (weights @ counts), [0.025, 0.975])
     return values.sum() / counts.sum(), low, high
 

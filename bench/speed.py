@@ -1,6 +1,7 @@
 """Speed of decoding: all settings in turn, in one run.
 
     python -m bench.speed --table5          # the paper's Table 5: what each cache is worth
+    python -m bench.speed --table6 toy/draft    # and its Table 6: what a draft model is worth
     python -m bench.speed --lossless        # AR, tau, and --verify with several groups and taus
     python -m bench.speed --transformers    # next to transformers' generate and its prompt lookup
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
@@ -30,13 +31,14 @@ from itertools import pairwise
 from plumbing.arguments import Parser, find_device, number
 from plumbing.attention import attend_folded, fast_for_one, fast_forwards, fold
 from plumbing.chat import Chat
-from plumbing.errors import run_main
+from plumbing.errors import UserError, run_main
 from plumbing.processes import peak_memory
 from plumbing.scheduler import Text
 
 import torch
 
 from bench import common
+from bench.paper.drafts import WithDraft
 from decode import Answer, Decoder, Options
 from kv_cache import KVCache
 from model import Qwen2, config_json, load
@@ -148,6 +150,19 @@ def table5(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
         ways[f"MARS, B_cache {size}"] = ours(tau=args.tau, block_cache=size)
     ways["MARS, cursor"] = ours(tau=args.tau)
     return ways
+
+
+def table6(draft: Qwen2, ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
+    target, _, longest = ours.args
+    with_draft = functools.partial(WithDraft, target, draft, longest)
+    return {
+        "AR draft + AR": with_draft(tau=1.0, draft_tau=1.0),
+        "AR": ours(tau=1.0),
+        "AR draft + MARS": with_draft(tau=args.tau, draft_tau=1.0),
+        "MARS draft + MARS": with_draft(tau=args.tau, draft_tau=args.tau),
+        "MARS": ours(tau=args.tau),
+        "MARS, verify": ours(verify=True),
+    }
 
 
 def lossless(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
@@ -342,6 +357,7 @@ def parse_arguments():
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
     add("--table5", action="store_true", help="AR, no cache, block caches and our cursor")
+    add("--table6", metavar="DRAFT", help="with a draft model, one row: directory or hub id")
     add("--lossless", action="store_true", help="AR, tau, and --verify with several groups")
     add("--transformers", action="store_true", help="next to transformers' generate")
     add("--widths", action="store_true", help="what a forward of more positions costs")
@@ -353,10 +369,11 @@ def parse_arguments():
     common.add_rows(parser, default=[1, 4, 8, 16])
     common.add_rounds(parser, default=5)
     args = parser.parse_args()
-    if not (args.table5 or args.lossless or args.transformers or args.widths or args.long):
-        parser.error("choose --table5, --lossless, --transformers, --widths or --long")
-    if args.shape and (args.table5 or args.lossless):
-        parser.error("--shape has random weights: --table5 and --lossless need a trained model")
+    need_trained = args.table5 or args.table6 or args.lossless
+    if not (need_trained or args.transformers or args.widths or args.long):
+        parser.error("choose --table5, --table6, --lossless, --transformers, --widths or --long")
+    if args.shape and need_trained:
+        parser.error("--shape has random weights: the tables and --lossless need a trained model")
     if args.transformers:
         common.require("transformers")
     return args
@@ -369,6 +386,10 @@ def main() -> None:
     model, chat = load(args.model, device, dtype)
     if args.shape:
         model = common.random_model(args.shape, device, dtype)
+    if args.table6:
+        draft, draft_chat = load(args.table6, device, dtype)
+        if chat.tokenizer.get_vocab() != draft_chat.tokenizer.get_vocab():
+            raise UserError(f"{args.table6}: its tokenizer is not that of {args.model}")
     print(f"{args.shape or args.model}, {len(problems)} problems, {args.rounds} rounds")
     print(common.machine(model))
     if args.transformers:
@@ -377,6 +398,9 @@ def main() -> None:
         compare(table5, model, chat, problems, args)
     if args.lossless:
         compare(lossless, model, chat, problems, args)
+    if args.table6:
+        args.rows = [1]
+        compare(functools.partial(table6, draft), model, chat, problems, args)
     if args.widths:
         widths(model, args)
     if args.long:

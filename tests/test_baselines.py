@@ -2,6 +2,7 @@
 
 import math
 import random
+from unittest import mock
 
 from plumbing.data import Example
 
@@ -69,8 +70,7 @@ def test_diffusion_trains_what_it_decodes():
         for example, layout, states in zip(examples, layouts, hidden):
             num_padding = -example.targets % block_size
             tokens = example.tokens + [EOS] * num_padding
-            t, masked = noise(example)
-            masked = masked.tolist() + [True] * num_padding
+            t, masked = noise(example, len(tokens))
             num_blocks = (len(tokens) - example.prompt) // block_size
             first = len(layout.tokens) - num_blocks * (block_size + 1)
             for start in range(example.prompt, len(tokens), block_size):
@@ -118,9 +118,11 @@ def test_diffusion_in_batches():
         block_size = model.config.block_size = rng.randint(1, 6)
         prompts = [random_prompt(rng, rng.randint(1, 70)) for _ in range(4)]
         max_new = rng.randint(1, 20)
-        for prompt, answer in zip(prompts, diffuse(model, prompts, max_new)):
+        for prompt, answer in zip(prompts, diffuse(model, prompts, 2, max_new)):
             assert answer.tokens == naive_diffusion(model, prompt, max_new)
-            assert answer.forwards == math.ceil(len(answer.tokens) / block_size)  # blocks
+            num_blocks = math.ceil(len(answer.tokens) / block_size)
+            num_prefills = int(len(prompt) > 1)
+            assert answer.forwards == num_prefills + num_blocks * (block_size + 1)
             num_ended += answer.tokens[-1] == EOS
     assert num_ended
 
@@ -177,10 +179,36 @@ def test_over_t_weights_whole_examples():
     plain = train.target_weights(examples, "sequence")
     for example, weight, weighted in zip(examples, plain, over_t(examples, "sequence")):
         assert 1 <= weighted / weight <= 1000
-        assert math.isclose(weighted / weight, 1 / noise(example)[0])
+        assert math.isclose(weighted / weight, 1 / noise(example, 0)[0])
 
 
-def test_baselines_replace_what_train_has():
-    """If a function of train.py were renamed, the baseline would silently train MARS."""
+def test_noise_differs_with_the_phase():
+    """Once every epoch masked the same tokens; and the padding after the end was always masked,
+    with weights of up to 1000, so that diffusion learnt mostly to end."""
+    ts = set()
+    num_masked = 0
+    for phase in range(100):
+        t, masked = noise(Example([5, 6, 7, EOS], 2, phase), 50)
+        ts.add(t)
+        num_masked += masked.sum().item()
+    assert len(ts) == 100
+    assert 0.4 < num_masked / 5000 < 0.6
+
+
+def test_train_uses_what_a_baseline_replaces():
+    """If train.py called its functions by another way, a baseline would silently train MARS."""
+    rng = random.Random(0)
+    model = tiny_model(rng)
+    model.config.block_size = 4
+    examples = [random_example(rng) for _ in range(3)]
+    args = train.parse_arguments(["--data", "unused"])
+
+    def noisy_loss():
+        batches = train.batches(examples, model.config, args)
+        return sum(train.losses(model, batch)[0].item() for batch in batches)
+
+    found = {noisy_loss()}
     for functions in REPLACED.values():
-        assert all(callable(getattr(train, name)) for name in functions)
+        with mock.patch.multiple(train, **functions):
+            found.add(noisy_loss())
+    assert len(found) == 1 + len(REPLACED)

@@ -138,13 +138,13 @@ def test_a_plot_that_cannot_be_written(monkeypatch, name, message):
         ("quality", ("--data", "nowhere.jsonl"), "nowhere.jsonl: "),
         ("serving", ("--calm", 0), "--calm: must be at least 0.001, not 0"),
         ("serving", ("--limit", 3), "--waves 2: needs at least 4 problems"),
-        ("speed", (), "choose --table5, --lossless, --transformers, --widths or --long"),
+        ("speed", (), "choose --table5, --table6, --lossless, --transformers, "),
         ("speed", ("--table5", "--rounds", 0), "--rounds: must be at least 1, not 0"),
         ("speed", ("--long", 10), "--long: must be at least 100, not 10"),
         (
             "speed",
             ("--table5", "--shape", "0.5B"),
-            "--table5 and --lossless need a trained model",
+            "the tables and --lossless need a trained model",
         ),
         ("training_cost", ("--shares", 2), "--shares: must be below 0.91, not 2"),
         ("training_cost", ("--rows", 1), "--rows: must be at least 1000, not 1"),
@@ -287,6 +287,27 @@ def test_the_table_of_caches():
         assert cursor == per_forward["MARS, B_cache 256"] == per_forward["MARS, no cache"] > 2
         assert per_forward["MARS, B_cache 4"] < cursor
         assert number(table["MARS, no cache"][3]) > 40  # positions: the whole text
+
+
+def test_the_table_of_drafts():
+    options = ("--table6", ROOT / "toy/draft", "--limit", 3, "--rounds", 1)
+    status, out, _ = command("bench.speed", *TOY, *options)
+    [table] = tables(out)
+    per_forward = {name: number(cells[2]) for name, cells in table.items()}
+    assert status == 0 and per_forward["AR"] == 1
+    assert per_forward["MARS draft + MARS"] > per_forward["AR draft + AR"] > 3
+    assert per_forward["MARS, verify"] > per_forward["MARS"] > 2
+    assert table["AR draft + AR"][-2:] == ["100.0%", "100.0%"] == table["MARS, verify"][-2:]
+
+
+def test_a_draft_of_another_vocabulary(tmp_path):
+    shutil.copytree(ROOT / "toy/draft", tmp_path / "draft")
+    path = tmp_path / "draft/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 640, "content": "<x>"})
+    path.write_text(json.dumps(tokenizer))
+    done = command("bench.speed", *TOY, "--table6", tmp_path / "draft", "--limit", 3)
+    assert is_refused(done, "its tokenizer is not that of ")
 
 
 def test_the_table_of_lossless_speeds():

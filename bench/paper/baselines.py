@@ -9,8 +9,9 @@ The two that need training are train.py with a few functions replaced, and take 
     with probability t, drawn per example. The model sees the earlier blocks as they are and all of
     this block in both directions (MARS sees it causally), and predicts the masked tokens with
     weight 1/t. The output is shifted right, as in MARS and in the paper's code, so the window of a
-    block begins with the token before the block. Decoding takes one forward per token, the most
-    confident mask first, and one more after each block, which puts the block into the cache.
+    block begins with the token before the block. Decoding takes one forward for the prompt, then
+    one per token, the most confident mask first, and after each block one that puts it into the
+    cache.
   * over-t: MARS, with the loss of every example multiplied by 1/t, t uniform in (0.001, 1). The
     paper's code does this where it leaves out the clean loss.
   * Jacobi decoding needs no training. The guesses are what the ordinary model predicted after its
@@ -23,7 +24,7 @@ from unittest import mock
 
 from plumbing.data import Example
 from plumbing.errors import UserError, run_main
-from plumbing.packing import concatenate, round_up
+from plumbing.packing import round_up
 from plumbing.scheduler import Text
 
 import torch
@@ -38,11 +39,14 @@ from train import Batch
 # -------------------------------------------------------------------------------- block diffusion
 
 
-def noise(example: Example) -> tuple[float, Tensor]:
-    """t, and which tokens are masked: functions of the example, the same in every epoch."""
-    rng = random.Random(str(example.tokens))
+def noise(example: Example, num_tokens: int) -> tuple[float, Tensor]:
+    """t, and which of the first num_tokens tokens are masked.
+
+    They follow from the example and its block phase, which most often differs in the next epoch.
+    """
+    rng = random.Random(f"{example.tokens} {example.phase}")
     t = rng.uniform(0.001, 1)
-    masked = [rng.random() < t for _ in example.tokens]
+    masked = [rng.random() < t for _ in range(num_tokens)]
     return t, torch.tensor(masked)
 
 
@@ -63,37 +67,26 @@ def diffusion_layout(
     x = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding)
 
     # Clean stream: causal in the prompt, whole blocks after it. No window sees the last block.
-    pos = torch.arange(len(x) - block_size)
-    block_end = pos + block_size - (pos - prompt) % block_size
-    clean = Batch(
-        tokens=x[: len(pos)],
-        pos=pos,
-        prefix=torch.where(pos < prompt, pos + 1, block_end),
-        doc=torch.full_like(pos, doc),
-        target=x[: len(pos)],
-        noisy_weight=torch.zeros(len(pos)),
-        clean_weight=torch.zeros(len(pos)),
-        columns_back=torch.zeros_like(pos),
-    )
+    clean = torch.arange(len(x) - block_size)
+    block_end = clean + block_size - (clean - prompt) % block_size
+    clean_prefix = torch.where(clean < prompt, clean + 1, block_end)
 
-    t, masked = noise(example)
-    masked = torch.cat([masked, torch.ones(num_padding, dtype=torch.bool)])
+    t, masked = noise(example, len(x))
     column = torch.arange(block_size + 1).repeat(num_targets // block_size)
     first = torch.arange(prompt - 1, len(x) - 1, block_size).repeat_interleave(block_size + 1)
     pos = first + column
     following = (pos + 1).clamp(max=len(x) - 1)  # the last column has no target and weight 0
     is_target = masked[following] & (column < block_size)
-    windows = Batch(
-        tokens=torch.where(masked[pos] & (column > 0), mask_id, x[pos]),
-        pos=pos,
-        prefix=first,
-        doc=torch.full_like(pos, doc),
-        target=x[following],
-        noisy_weight=torch.where(is_target, weight / t, 0.0),
-        clean_weight=torch.zeros(len(pos)),
-        columns_back=torch.zeros_like(pos),
+    return Batch(
+        tokens=torch.cat([x[clean], torch.where(masked[pos] & (column > 0), mask_id, x[pos])]),
+        pos=torch.cat([clean, pos]),
+        prefix=torch.cat([clean_prefix, first]),
+        doc=torch.full((len(clean) + len(pos),), doc),
+        target=torch.cat([x[clean], x[following]]),
+        noisy_weight=torch.cat([torch.zeros(len(clean)), torch.where(is_target, weight / t, 0.0)]),
+        clean_weight=torch.zeros(len(clean) + len(pos)),
+        columns_back=torch.zeros(len(clean) + len(pos), dtype=torch.long),
     )
-    return concatenate([clean, windows])
 
 
 def diffusion_mask(batch: Batch) -> Tensor:
@@ -136,23 +129,25 @@ def fill_blocks(model: Qwen2, cache: KVCache, last: Tensor, prefix: Tensor) -> T
     return blocks
 
 
-@torch.inference_mode()
-def diffuse(model: Qwen2, prompts: list[list[int]], max_new: int = 256) -> list[Text]:
-    """Decode the prompts together; what a text counts as one forward is a block, B + 1 forwards.
-
-    That is one for each token of the block, and one that puts it into the cache. (The prompt takes
-    a forward as well, and the last block does not need its last.)
-    """
-    block_size = model.config.block_size
+def diffuse(model: Qwen2, prompts: list[list[int]], rows: int, max_new: int = 256) -> list[Text]:
     answers = [Text(prompt, max_new, model.config) for prompt in prompts]
-    capacity = max(len(prompt) for prompt in prompts) + max_new + 2 * block_size
-    cache = KVCache(model.config, len(prompts), capacity, model.device, model.dtype)
-    for row, prompt in enumerate(prompts):  # all but the last token, which opens the first window
-        if len(prompt) > 1:
-            tokens = torch.tensor([prompt[:-1]], device=model.device)
-            causal = torch.arange(1, len(prompt), device=model.device)[None]
+    for first in range(0, len(answers), rows):
+        diffuse_together(model, answers[first : first + rows])
+    return answers
+
+
+@torch.inference_mode()
+def diffuse_together(model: Qwen2, answers: list[Text]) -> None:
+    block_size = model.config.block_size
+    capacity = max(len(answer.ids) + answer.max_new for answer in answers) + 2 * block_size
+    cache = KVCache(model.config, len(answers), capacity, model.device, model.dtype)
+    for row, answer in enumerate(answers):  # all but the last token, which opens the first window
+        if len(answer.ids) > 1:
+            tokens = torch.tensor([answer.ids[:-1]], device=model.device)
+            causal = torch.arange(1, len(answer.ids), device=model.device)[None]
             forward(model, cache, tokens, causal, slice(row, row + 1))
-            cache.commit([len(prompt) - 1])
+            cache.commit([len(answer.ids) - 1])
+            answer.accepted.append(0)  # a forward that gives no token
 
     while not all(answer.done for answer in answers):
         last = torch.tensor([answer.ids[-1:] for answer in answers], device=model.device)
@@ -167,7 +162,7 @@ def diffuse(model: Qwen2, prompts: list[list[int]], max_new: int = 256) -> list[
         for answer, block in zip(answers, blocks.tolist()):
             if not answer.done:
                 answer.take(block, num_positions=block_size + 1)
-    return answers
+                answer.accepted += [0] * block_size  # the block took B + 1 forwards
 
 
 # ----------------------------------------------------------------------------------------- over t
@@ -177,7 +172,7 @@ target_weights = train.target_weights  # before it is replaced
 
 def over_t(examples: list[Example], normalization: str) -> list[float]:
     weights = target_weights(examples, normalization)
-    return [weight / noise(example)[0] for weight, example in zip(weights, examples)]
+    return [weight / noise(example, 0)[0] for weight, example in zip(weights, examples)]
 
 
 # ----------------------------------------------------------------------------------------- Jacobi
@@ -207,6 +202,14 @@ class Jacobi(Decoder):
                 guesses.append(after_guesses[-1])
             decisions[row] = decisions[row]._replace(guesses=guesses)
         return decisions
+
+
+def jacobi(model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int) -> list[Answer]:
+    decoder = Jacobi(model, prompts, num_guesses, rows)
+    answers = list(decoder.waiting)
+    for _ in decoder:
+        pass
+    return answers
 
 
 # ------------------------------------------------------------------------------- the command line

@@ -1,497 +1,433 @@
-"""Tables, verdicts and plots from the records that bench/paper/run.py keeps.
-
-claims.md is the text of the report; each function under "claims" fills in some of its fields.
+"""Tables, verdicts and plots from the records that bench/paper/run.py keeps; text: claims.md.
 
 An accuracy is the mean over seeds and problems. Its 95 % interval is a bootstrap over problems of
-the mean over seeds: it is for other problems and the same seeds. Where there are several seeds, the
-figure of each is shown next to the mean. A difference is taken problem by problem and seed by seed:
-all models answer the same problems, so its interval is narrower than the two accuracies suggest.
+the mean over seeds: it is for other problems and the same seeds. A difference is taken problem by
+problem: all models answer the same problems, so its interval is narrower than the two accuracies
+suggest.
 """
 
-import contextlib
-import functools
 import json
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
 from pathlib import Path
 
 import numpy as np
 
 from bench.common import table
+from bench.likelihood import interval
 
-ONE = "tau 1"  # a way to decode; its options are in run.py
-PAPER = "paper 0.95"
-SWEEPS = {
-    "probability": [f"paper {tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)],
-    "entropy": [f"entropy {nats}" for nats in (0.05, 0.1, 0.2, 0.4, 0.7, 1)],
-    "margin": [f"margin {margin}" for margin in (0.95, 0.9, 0.8, 0.6, 0.4, 0.2)],
-    "ours": [f"ours {tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)],
-}
-AS_GOOD = 0.02  # the interval of the difference is above -0.02; "worse" is below it
+# Ways to decode: a kind and its threshold. Their options are in run.py.
+ONE = "tau 1"
+PAPER = [f"paper {tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)]
+OURS = [f"ours {tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)]
+ENTROPY = [f"entropy {nats}" for nats in (0.05, 0.1, 0.2, 0.4, 0.7, 1)]
+MARGIN = [f"margin {margin}" for margin in (0.95, 0.9, 0.8, 0.6, 0.4, 0.2)]
+
+# The rules of the verdicts.
+AS_GOOD = 0.02  # the interval of the difference in accuracy is above -0.02
+AS_GOOD_NATS = 0.002  # the interval of the difference in nats per token is below 0.002
+CONVERGED = 0.01  # as many steps of AR as the other arms have gain less
 SEVERAL = 1.3  # tokens per forward
-FLOOR = 0.05  # an accuracy below which nothing is left to lose
-RESAMPLES = 2000  # of the bootstrap
 
-# --------------------------------------------------------------------------------------- estimates
+PERCENT = (100, ".1f")  # factor and format
+NATS = (1, ".4f")
+
+Case = tuple[str, str]  # an arm, and a way to decode its models
+BySeed = dict[int, np.ndarray]  # a value for each problem
 
 
 class Missing(Exception):
-    """A model, or a way to decode it, that has no record."""
-
-
-@dataclass
-class Estimate:
-    """A share of right answers, or a difference of two shares, with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-    by_seed: list[float]
-
-    def text(self, sign: str = "") -> str:
-        """In percent: mean (low to high) [of each seed]; of a difference with sign="+"."""
-
-        def show(share: float) -> str:
-            return f"{100 * share:{sign}.1f}"
-
-        text = f"{show(self.mean)} ({show(self.low)} to {show(self.high)})"
-        if len(self.by_seed) > 1:
-            text += f" [{', '.join(show(share) for share in self.by_seed)}]"
-        return text
-
-    def above(self, bound: float) -> bool | None:
-        """None where the interval includes the bound."""
-        if self.low <= bound <= self.high:
-            return None
-        return bool(self.low > bound)
-
-
-@functools.cache
-def resamples(num_problems: int) -> np.ndarray:
-    """(RESAMPLES, problems): the share that each problem has in each bootstrap sample."""
-    rng = np.random.default_rng(0)
-    even = np.full(num_problems, 1 / num_problems)
-    return rng.multinomial(num_problems, even, size=RESAMPLES) / num_problems
-
-
-def estimate(right: np.ndarray) -> Estimate:
-    """Of (seeds, problems)."""
-    by_problem = right.mean(axis=0)
-    low, high = np.quantile(resamples(len(by_problem)) @ by_problem, [0.025, 0.975])
-    return Estimate(by_problem.mean(), low, high, right.mean(axis=1).tolist())
-
-
-def verdict(*parts: bool | None) -> str:
-    """Of a claim whose parts each hold, do not hold, or cannot be decided (None)."""
-    if set(parts) == {True}:
-        return "**Holds at this scale.**"
-    if True in parts and False in parts:
-        return "**Holds partly at this scale.**"
-    if False in parts:
-        return "**Does not hold here.**"
-    if True in parts:
-        return "**Holds, as far as can be told at this scale.**"
-    return "**Cannot be told at this scale.**"
-
-
-Case = tuple[str, str]  # a stage, and a way to decode its models
+    """An arm, or a way to decode it, that has no record."""
 
 
 class Results:
-    """The records, by stage and seed."""
+    """The records, by arm and seed."""
 
-    def __init__(self, records: dict[tuple[str, int], dict]):
-        self.records = records
+    def __init__(self, paths: list[Path]):
+        self.records = {}
+        for path in paths:
+            name, _, seed = path.stem.rpartition("-")
+            record = json.loads(path.read_text(encoding="utf-8"))
+            self.records.setdefault(name, {})[int(seed)] = record
 
-    def of_seeds(self, seeds: Iterable[int]) -> "Results":
-        return Results({key: record for key, record in self.records.items() if key[1] in seeds})
+    def of(self, name: str) -> dict[int, dict]:
+        """The arm's records by seed."""
+        if name not in self.records:
+            raise Missing(name)
+        return self.records[name]
 
-    def of(self, case: Case) -> dict[int, dict]:
-        """By seed: which problems were right, tokens, forwards."""
+    def decoded(self, case: Case) -> dict[int, dict]:
         name, way = case
         found = {}
-        for (stage, seed), record in self.records.items():
-            if stage == name and way in record.get("decoded", {}):
+        for seed, record in self.of(name).items():
+            if way in record["decoded"]:
                 found[seed] = record["decoded"][way]
+        if not found:
+            raise Missing(case)
         return found
 
-    def right(self, case: Case) -> np.ndarray:
-        """(seeds, problems), of 0 and 1."""
-        decoded = self.of(case).values()
-        if not decoded:
-            raise Missing(case)
-        return np.array([list(one["right"]) for one in decoded], dtype=float)
+    def right(self, case: Case) -> BySeed:
+        """1 or 0."""
+        decoded = self.decoded(case).items()
+        return {seed: np.array(list(one["right"]), dtype=float) for seed, one in decoded}
 
-    def accuracy(self, case: Case) -> Estimate:
-        return estimate(self.right(case))
+    def nats(self, name: str) -> BySeed:
+        """Of the reference answer, one token ahead, relative to a mean answer's tokens."""
+        found = {}
+        for seed, record in self.of(name).items():
+            nats = np.array(record["nats"].split(), dtype=float)
+            found[seed] = nats * len(nats) / record["tokens"]
+        return found
 
     def speed(self, case: Case) -> float:
         """Tokens per forward."""
-        decoded = self.of(case).values()
-        if not decoded:
-            raise Missing(case)
+        decoded = self.decoded(case).values()
         return sum(one["tokens"] for one in decoded) / sum(one["forwards"] for one in decoded)
 
-    def differences(self, case: Case, base: Case) -> np.ndarray:
-        """(seeds, problems), over the seeds that both have."""
-        both = self.of_seeds(self.of(case).keys() & self.of(base).keys())
-        return both.right(case) - both.right(base)
 
-    def difference(self, case: Case, base: Case) -> Estimate:
-        return estimate(self.differences(case, base))
-
-    def same(self, case: Case, base: Case) -> float:
-        """The share of answers that are right in both or wrong in both."""
-        return (self.differences(case, base) == 0).mean()
-
-    def look_ahead(self, name: str) -> np.ndarray:
-        """(measurements, 1 + B + 1): the step, and the share guessed right 1, 2, ... ahead."""
-        record = self.records.get((name, 0), {})
-        if "trained" not in record:
-            raise Missing(name)
-        by_step = record["trained"]["look_ahead"]
-        return np.array([[int(step), *shares] for step, shares in by_step.items()])
+def minus(mine: BySeed, base: BySeed) -> BySeed:
+    """The difference from the base's mean over its seeds."""
+    base_mean = np.mean(list(base.values()), axis=0)
+    return {seed: values - base_mean for seed, values in mine.items()}
 
 
-def read_results(cache: Path) -> Results:
-    records = {}
-    for path in sorted(cache.glob("*-[0-9].json")):
-        name, _, seed = path.stem.rpartition("-")
-        records[name, int(seed)] = json.loads(path.read_text(encoding="utf-8"))
-    return Results(records)
+def mean(values: BySeed) -> float:
+    """Over seeds and problems."""
+    return float(np.mean(list(values.values())))
 
 
-# ------------------------------------------------------------------------------------------ claims
-#
-# Each function returns fields of claims.md by name. The paper's figures are those of its
-# Qwen2.5-0.5B, averages of six benchmarks.
-
-SFT = ("sft", ONE)
-MORE_SFT = ("ar", ONE)  # as many steps on top
-MARS = ("mars-4", ONE)
-DIFFUSION = ("diffusion", "diffusion")
+def estimate(values: BySeed) -> tuple[float, float, float]:
+    """The mean, and its 95 % interval."""
+    by_problem = np.mean(list(values.values()), axis=0)
+    return interval(by_problem, np.ones(len(by_problem)))
 
 
-def add_row(
-    rows: list, results: Results, label: str, case: Case, bases: Iterable[Case] = (), *more: str
-) -> None:
-    """Label, accuracy, its difference from each base (empty from itself), tokens per forward, more.
-
-    Nothing is added for a case without a record.
-    """
-    if not results.of(case):
-        return
-    row = [label, results.accuracy(case).text()]
-    for base in bases:
-        if base == case or not results.of(base):
-            row.append("")
-        else:
-            row.append(results.difference(case, base).text("+"))
-    rows.append([*row, f"{results.speed(case):.2f}", *more])
+def text(values: BySeed, unit=PERCENT, sign="") -> str:
+    """mean (low to high) [of each seed]"""
+    factor, form = unit
+    middle, low, high = (f"{factor * figure:{sign}{form}}" for figure in estimate(values))
+    shown = f"{middle} ({low} to {high})"
+    if len(values) > 1:
+        seeds = [f"{factor * one.mean():{sign}{form}}" for one in values.values()]
+        shown += f" [{', '.join(seeds)}]"
+    return shown
 
 
-def in_short(results: Results) -> dict[str, str]:
-    """The most important models and decoders."""
+def above(values: BySeed, bound: float) -> bool | None:
+    """None where the interval includes the bound."""
+    _, low, high = estimate(values)
+    return None if low <= bound <= high else bool(low > bound)
+
+
+def verdict(parts: dict[str, bool | None]) -> str:
+    """Which parts of a claim hold, which do not, and which cannot be told (None)."""
+    shown = []
+    for head, meant in (("Holds", True), ("Does not hold", False), ("Cannot be told", None)):
+        named = [part for part, holds in parts.items() if holds is meant]
+        if named:
+            shown.append(f"**{head}**: {'; '.join(named)}.")
+    return " ".join(shown)
+
+
+def show(results: Results, base: Case, cases: dict[str, Case]) -> str:
+    """A table with a row for each case that has a record; differences are from the base."""
     rows = []
-    for label, case in (
-        ("AR SFT", SFT),
-        ("AR SFT, as many steps on top", MORE_SFT),
-        ("block diffusion", DIFFUSION),
-        ("MARS, tau 1", MARS),
-        ("MARS, tau 0.95, the paper's decoder", ("mars-4", PAPER)),
-        ("MARS, tau 0.95, ours", ("mars-4", "ours 0.95")),
-        ("MARS, `--verify --tau 0`", ("mars-4", "verify")),
-    ):
-        add_row(rows, results, label, case, [SFT])
-    head = ["B = 4", "accuracy, %", "difference from AR SFT", "tokens/forward"]
-    return {"short_table": table(head, rows)}
+    for label, case in cases.items():
+        try:
+            right = results.right(case)
+        except Missing:
+            continue
+        differs = ""
+        if case != base:
+            differs = text(minus(right, results.right(base)), sign="+")
+        rows.append([label, text(right), differs, f"{results.speed(case):.2f}"])
+    if not rows:
+        raise Missing(base)
+    return table(["", "accuracy, %", f"from {rows[0][0]}", "tokens/forward"], rows)
+
+
+# ------------------------------------------------------------------------- the fields of claims.md
+#
+# Each function returns fields; Missing if it lacks records.
 
 
 def one_token(results: Results) -> dict[str, str]:
-    """Claim 1: at tau 1 nothing is lost."""
-    rows = []
-    for label, case, paper in (
-        ("before: easy problems only", ("base", ONE), "17.2"),
-        ("AR SFT", SFT, "28.7"),
-        ("AR SFT, as many steps on top", MORE_SFT, "26.4"),
-        ("MARS, B = 4", MARS, "30.4"),
-        ("MARS, B = 8", ("mars-8", ONE), "29.7"),
-        ("MARS, B = 16", ("mars-16", ONE), "29.7"),
-        ("block diffusion, B = 4", DIFFUSION, "22.8"),
-    ):
-        add_row(rows, results, label, case, [SFT, MORE_SFT], paper)
-    head = ["tau 1", "accuracy, %", "difference from AR SFT", "from AR SFT, as many steps on top"]
-    from_sft = results.difference(MARS, SFT).above(-AS_GOOD)
-    from_more = results.difference(MARS, MORE_SFT).above(-AS_GOOD)
+    arms = {
+        "AR SFT": "sft",
+        "more AR": "ar",
+        "more AR, half the rate": "ar-slow",
+        "MARS, B = 4": "mars-4",
+        "MARS, B = 4, half the rate": "mars-4-slow",
+        "MARS, B = 4, gradients not clipped": "mars-4-free",
+        "MARS, B = 4, clean loss x 4": "mars-4-heavy",
+        "MARS, B = 4, twice the steps": "mars-4-long",
+        "MARS, B = 8": "mars-8",
+        "MARS, B = 16": "mars-16",
+    }
+    cases = {label: (name, ONE) for label, name in arms.items()}
+    cases["block diffusion, B = 4"] = ("diffusion", "diffusion")
+    start = results.nats("sft")
+    nats = []
+    for label, name in arms.items():
+        if name not in results.records:
+            continue
+        mine = results.nats(name)
+        row = [label, f"{mean(mine):.4f}", "", ""]
+        if name != "sft":
+            row[2] = text(minus(mine, start), NATS, sign="+")
+            trained = [record["trained"]["clipped"] for record in results.of(name).values()]
+            row[3] = f"{np.mean(trained):.0%}"
+        nats.append(row)
     return {
-        "one_token_table": table([*head, "tokens/forward", "paper"], rows),
-        "one_token_verdict": verdict(from_sft, from_more),
-        "control_verdict": verdict(results.difference(MORE_SFT, DIFFUSION).above(AS_GOOD)),
+        "accuracy_table": show(results, ("sft", ONE), cases),
+        "nats_table": table(["", "nats per token", "from AR SFT", "norm above 1"], nats),
+        "verdict": one_token_verdict(results, "mars-4", "ar"),
     }
 
 
-WEIGHTS = {"mars": "w = 1", "no-clean": "w = 0", "over-t": "w = 0, 1/t"}
+def half_the_rate(results: Results) -> dict[str, str]:
+    return {"slow_verdict": one_token_verdict(results, "mars-4-slow", "ar-slow")}
+
+
+def one_token_verdict(results: Results, mars: str, more: str) -> str:
+    parts = {}
+    for label, base in (("AR SFT", "sft"), ("more AR", more)):
+        right = minus(results.right((mars, ONE)), results.right((base, ONE)))
+        parts[f"answers as good as {label}'s"] = above(right, -AS_GOOD)
+        fewer = minus(results.nats(base), results.nats(mars))
+        parts[f"nats as good as {label}'s"] = above(fewer, -AS_GOOD_NATS)
+    gain = minus(results.right((more, ONE)), results.right(("sft", ONE)))
+    had = "had" if mean(gain) < CONVERGED else "had NOT"
+    return f"{verdict(parts)} AR SFT {had} converged: more AR is {text(gain, sign='+')} points."
+
+
+def causes(results: Results) -> dict[str, str]:
+    """Which factor, changed alone, makes MARS more accurate."""
+    mars = results.right(("mars-4", ONE))
+    parts = {}
+    for label, name in (
+        ("half the learning rate", "mars-4-slow"),
+        ("gradients not clipped", "mars-4-free"),
+        ("clean loss x 4", "mars-4-heavy"),
+        ("twice the steps", "mars-4-long"),
+    ):
+        parts[label] = above(minus(results.right((name, ONE)), mars), 0)
+    return {"causes_verdict": verdict(parts)}
+
+
+def block_diffusion(results: Results) -> dict[str, str]:
+    better = minus(results.right(("mars-4", ONE)), results.right(("diffusion", "diffusion")))
+    return {"diffusion_verdict": verdict({"MARS is better": above(better, 0)})}
 
 
 def clean_loss(results: Results) -> dict[str, str]:
-    """Claim 2: the clean stream's loss keeps one-token decoding. One seed."""
-    results = results.of_seeds([0])
-    paper = {"mars-4": "30.4", "mars-8": "29.7", "mars-16": "29.7"}
-    paper |= {"over-t-4": "28.4", "over-t-8": "26.4", "over-t-16": "22.2"}
     rows = []
-    parts = []
-    for size in (4, 8, 16):
-        mars = (f"mars-{size}", ONE)
-        for arm, weight in WEIGHTS.items():
+    parts = {}
+    more_nats = {}
+    for size in (4, 16):
+        for label, arm in (("w = 1", "mars"), ("w = 0", "no-clean"), ("w = 0, 1/t", "over-t")):
             name = f"{arm}-{size}"
-            label = f"B = {size}, {weight}, tau"
-            add_row(rows, results, f"{label} 1", (name, ONE), [mars], paper.get(name, ""))
-            add_row(rows, results, f"{label} 0.95", (name, PAPER), [mars], "")
-        if results.of((f"no-clean-{size}", ONE)):
-            parts.append(results.difference(mars, (f"no-clean-{size}", ONE)).above(0))
-    head = ["", "accuracy, %", "difference from w = 1, tau 1", "tokens/forward", "paper"]
-    fields = {"clean_loss_table": table(head, rows)}
-    if results.of(("no-clean-16", ONE)):
-        trend, fields["clean_loss_trend"] = clean_loss_trend(results)
-        parts.append(trend)
-    return fields | {"clean_loss_verdict": verdict(*parts)}
-
-
-def clean_loss_trend(results: Results) -> tuple[bool | None, str]:
-    """Does w = 0 cost more with B = 16 than with 4? The answer, and a sentence for the text."""
-    if min(results.accuracy((f"no-clean-{size}", ONE)).low for size in (4, 16)) < FLOOR:
-        return None, "With so little left, whether larger blocks lose more cannot be told."
-    cost_4 = results.differences(MARS, ("no-clean-4", ONE))
-    cost_16 = results.differences(("mars-16", ONE), ("no-clean-16", ONE))
-    more = estimate(cost_16 - cost_4)
-    return more.above(0), f"With B = 16 it falls by {more.text()} points more than with B = 4."
+            if name in results.records:
+                right = text(results.right((name, ONE)))
+                rows.append([f"B = {size}, {label}", right, f"{mean(results.nats(name)):.4f}"])
+        with_it, without = f"mars-{size}", f"no-clean-{size}"
+        fewer_right = None
+        if without in results.records:
+            lost = minus(results.right((with_it, ONE)), results.right((without, ONE)))
+            fewer_right = above(lost, 0)
+            more_nats[size] = minus(results.nats(without), results.nats(with_it))
+        parts[f"fewer right answers without it, B = {size}"] = fewer_right
+    if not more_nats:
+        raise Missing("no-clean")
+    more_so = above(minus(more_nats[16], more_nats[4]), 0) if len(more_nats) == 2 else None
+    parts["more nats are lost with the larger B"] = more_so
+    shown = table(["", "accuracy, %", "nats per token"], rows)
+    return {"clean_loss_table": shown, "clean_loss_verdict": verdict(parts)}
 
 
 def tau_buys(results: Results) -> dict[str, str]:
-    """Claim 3: several tokens per forward for no accuracy, and below that a trade."""
-    ways = [ONE, *SWEEPS["probability"]]
-    paper = ["32.8, 1.00", "31.1, 1.51", "28.8, 1.66", "26.9, 1.86", "26.0, 2.04"]
-    paper += ["21.5, 2.24", "18.6, 2.47"]
-    rows = []
-    parts = []
+    tables = []
+    verdicts = []
     for size in (4, 8, 16):
-        sweep = [(f"mars-{size}", way) for way in ways]
-        if not results.of(sweep[-1]):
+        if f"mars-{size}" not in results.records:
             continue
-        tau_1, tau_95 = sweep[:2]
-        for case, figures in zip(sweep, paper):
-            label = f"B = {size}, tau {case[1].split()[1]}"
-            add_row(rows, results, label, case, [tau_1], figures if size == 4 else "")
-        parts.append(results.speed(tau_95) > SEVERAL)
-        parts.append(results.difference(tau_95, tau_1).above(-AS_GOOD))
-        parts.append(is_a_trade(results, sweep))
-    head = ["", "accuracy, %", "difference from tau 1", "tokens/forward", "paper: GSM8K"]
-    return {"tau_table": table(head, rows), "tau_verdict": verdict(*parts)}
+        sweep = {f"B = {size}, {way}": (f"mars-{size}", way) for way in [ONE, *PAPER]}
+        verdicts.append(f"B = {size}: {verdict(is_a_trade(results, list(sweep.values())))}")
+        shown = sweep if size == 4 else dict(list(sweep.items())[:2])
+        tables.append(show(results, (f"mars-{size}", ONE), shown))
+    if not tables:
+        raise Missing("mars")
+    return {"tau_tables": "\n\n".join(tables), "tau_verdicts": "\n\n".join(verdicts)}
 
 
-def is_a_trade(results: Results, sweep: list[Case]) -> bool:
-    """Does each lower tau give more tokens per forward, and never clearly better answers?"""
-    for higher, lower in zip(sweep, sweep[1:]):
-        if results.speed(lower) < results.speed(higher):
-            return False
-        if results.difference(lower, higher).low > 0:
-            return False
-    return True
-
-
-def confidences(results: Results) -> dict[str, str]:
-    """Probability, entropy or margin. One seed."""
-    rows = []
-    for metric in ("probability", "entropy", "margin"):
-        for way in SWEEPS[metric]:
-            label = f"{metric} {way.split()[1]}"
-            add_row(rows, results.of_seeds([0]), label, ("mars-4", way))
-    return {"confidence_table": table(["", "accuracy, %", "tokens/forward"], rows)}
+def is_a_trade(results: Results, sweep: list[Case]) -> dict[str, bool | None]:
+    one = results.right(sweep[0])
+    gains = [minus(results.right(case), one) for case in sweep[1:]]
+    speeds = [results.speed(case) for case in sweep]
+    return {
+        "several tokens at tau 0.95": speeds[1] > SEVERAL,
+        "answers as good there": above(gains[0], -AS_GOOD),
+        "more tokens at every lower tau": speeds == sorted(set(speeds)),
+        "never better answers": not any(above(gain, 0) for gain in gains),
+    }
 
 
 def training_free(results: Results) -> dict[str, str]:
-    """Jacobi decoding."""
     jacobi = results.speed(("sft", "jacobi"))
-    mars = results.speed(("mars-4", PAPER))
+    mars = results.speed(("mars-4", PAPER[0]))
+    parts = {f"fewer than {SEVERAL}": jacobi < SEVERAL, "fewer than MARS": jacobi < mars}
     return {
-        "jacobi_verdict": verdict(jacobi < min(SEVERAL, mars)),
-        "jacobi_speed": f"{jacobi:.2f}",
+        "jacobi_verdict": verdict(parts),
+        "jacobi": f"{jacobi:.2f}",
         "jacobi_mars": f"{mars:.2f}",
-        "jacobi_same": f"{results.same(('sft', 'jacobi'), SFT):.1%}",
     }
 
 
 def ours(results: Results) -> dict[str, str]:
-    """What the paper does not have, next to what it has."""
-    rows = []
-    for tau in ("0.95", "0.8", "0.5"):
-        way = f"ours {tau}"
-        label = f"tau {tau}, B + 1 candidates"
-        plain = ("mars-4", way)
-        add_row(
-            rows, results, f"tau {tau}, the paper's decoder", ("mars-4", f"paper {tau}"), [plain]
-        )
-        add_row(rows, results, label, plain, [plain])
-        add_row(rows, results, f"{label}, `--distill`", ("distill", way), [plain])
-        add_row(rows, results, f"{label}, `--block-phase fixed`", ("fixed", way), [plain])
-    plain = ("mars-4", "verify")
-    label = "`--verify --tau 0`"
-    add_row(rows, results, label, plain, [plain])
-    add_row(rows, results, f"{label}, `--distill`", ("distill", "verify"), [plain])
-    add_row(rows, results, f"{label}, `--block-phase fixed`", ("fixed", "verify"), [plain])
-    add_row(rows, results, f"{label}, B = 8", ("mars-8", "verify"), [plain])
-    add_row(rows, results, f"{label}, B = 16", ("mars-16", "verify"), [plain])
-    head = ["", "accuracy, %", "difference from plain B + 1, same seeds", "tokens/forward"]
-    return {
-        "ours_table": table(head, rows),
-        "verify_speed": f"{results.speed(plain):.2f}",
-        "verify_same": f"{results.same(plain, MARS):.2%}",
+    base = ("mars-4", OURS[0])
+    cases = {
+        "B + 1 candidates": base,
+        "the paper's B candidates": ("mars-4", PAPER[0]),
+        "B + 1 candidates, `--block-phase fixed`": ("fixed", OURS[0]),
+        "`--verify`": ("mars-4", "verify"),
+        "`--verify`, `--block-phase fixed`": ("fixed", "verify"),
+        "`--verify`, B = 8": ("mars-8", "verify"),
+        "`--verify`, B = 16": ("mars-16", "verify"),
     }
+    verified = results.right(("mars-4", "verify"))
+    one = results.right(("mars-4", ONE))
+    share = np.mean([verified[seed] == one[seed] for seed in verified])
+    return {"ours_table": show(results, base, cases), "verify_same": f"{share:.2%}"}
 
 
-def horizon(results: Results) -> dict[str, str]:
-    """The accuracy of each look-ahead at the end of training. One seed."""
-    labels = {}
-    for size in (4, 8, 16):
-        for arm, weight in WEIGHTS.items():
-            labels[f"{arm}-{size}"] = f"B = {size}, {weight}"
-    labels["fixed"] = "B = 4, w = 1, fixed phase"
-    labels["distill"] = "B = 4, w = 1, distilled"
-    rows = []
-    for name, label in labels.items():
-        with contextlib.suppress(Missing):
-            last = results.look_ahead(name)[-1]
-            rows.append([label, *[f"{share:.3f}" for share in last[1:6]]])
-    return {"horizon_table": table(["", *[f"{k} ahead" for k in range(1, 6)]], rows)}
+FIELDS = (one_token, half_the_rate, causes, block_diffusion, clean_loss)
+FIELDS += (tau_buys, training_free, ours)
 
 
-def how(results: Results) -> dict[str, str]:
-    """The machine, versions and time."""
-    records = list(results.records.values())
-    decoded = [one for record in records for one in record.get("decoded", {}).values()]
-    fields = {
-        "problems": f"{max(len(one['right']) for one in decoded):,}",
-        "models": str(sum("trained" in record for record in records)),
-        "training_hours": f"{sum(record.get('seconds', 0) for record in records) / 3600:.1f}",
-        "decoding_hours": f"{sum(one['seconds'] for one in decoded) / 3600:.1f}",
-    }
-    for key in ("machine", "versions", "date"):
-        fields[key] = "; ".join(sorted({record[key] for record in records}))
-    return fields
+def write_report(records: list[Path], about: str, out: Path) -> None:
+    """Write OUT/paper.md and the plots; without the claims whose records are missing."""
+    results = Results(records)
+    loaded = [record for by_seed in results.records.values() for record in by_seed.values()]
+    fields = {"about": about, "models": str(len(loaded))}
+    fields["made"] = "; ".join(sorted({record["made"] for record in loaded}))
+    for path in records[0].parent.glob("*.txt"):  # of Tables 5 and 6: what other commands printed
+        fields[path.stem] = path.read_text(encoding="utf-8").strip()
+    for function in FIELDS:
+        try:
+            fields |= function(results)
+        except Missing:
+            continue
+    for name, (title, curves) in PLOTS.items():
+        draw(results, out / name, title, curves)
+    try:
+        draw_training(results, out / "convergence.png")
+        fields["convergence"] = "convergence.png"
+    except Missing:
+        pass
+    template = Path(__file__).with_name("claims.md").read_text(encoding="utf-8")
+    (out / "paper.md").write_text(fill(template, fields), encoding="utf-8")
 
 
-CLAIMS = (in_short, one_token, clean_loss, tau_buys, confidences, training_free, ours, horizon, how)
-
-
-def write_report(cache: Path, out: Path, texts: dict[str, str], readings: bool) -> None:
-    """Write OUT/paper.md and the plots. `texts`: more fields of claims.md.
-
-    readings: with the quoted paragraphs, which explain the figures of the committed cache.
-    """
-    results = read_results(cache)
-    fields = defaultdict(lambda: "(not in this run)", texts)
-    for claim in CLAIMS:
-        with contextlib.suppress(Missing):
-            fields |= claim(results)
-    paragraphs = (Path(__file__).parent / "claims.md").read_text(encoding="utf-8").split("\n\n")
-    if not readings:
-        paragraphs = [paragraph for paragraph in paragraphs if not paragraph.startswith("> ")]
-    out.mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(paragraphs).format_map(fields)
-    (out / "paper.md").write_text(text, encoding="utf-8")
-    draw(results, out)
+def fill(template: str, fields: dict[str, str]) -> str:
+    """The template without paragraphs that lack a field, and without sections that show none."""
+    sections = []
+    for section in template.split("\n\n## "):
+        paragraphs = []
+        has_field = False
+        for paragraph in section.split("\n\n"):
+            needed = set(re.findall(r"{(\w+)}", paragraph))
+            if needed <= fields.keys():
+                paragraphs.append(paragraph.format(**fields))
+                has_field = has_field or bool(needed)
+        if has_field:
+            sections.append("\n\n".join(paragraphs).strip())
+    return "\n\n## ".join(sections) + "\n"
 
 
 # ------------------------------------------------------------------------------------------- plots
 
 # Okabe and Ito's colours, which do not depend on telling red from green.
 BLUE, ORANGE, GREEN, RED, PINK, GREY = "#0072b2 #e69f00 #009e73 #d55e00 #cc79a7 #777777".split()
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "figure.figsize": (8, 4.8),
-    "savefig.dpi": 120,
-    "errorbar.capsize": 3,
-    "lines.markersize": 7,
+PLOTS = {  # the title, and of each curve: its label, an arm, ways, marker, colour
+    "pareto.png": (
+        "What tau buys (small numbers: tau)",
+        [
+            ("B = 4", "mars-4", [ONE, *PAPER], "o-", BLUE),
+            ("B = 8", "mars-8", [ONE, *PAPER], "s-", GREEN),
+            ("B = 16", "mars-16", [ONE, *PAPER], "^-", PINK),
+            ("B = 4, B + 1 candidates", "mars-4", OURS, "D--", ORANGE),
+            ("--verify, B = 4", "mars-4", ["verify"], "*", RED),
+            ("--verify, B = 8", "mars-8", ["verify"], "*", RED),
+            ("Jacobi", "sft", ["jacobi"], "x", GREY),
+            ("block diffusion", "diffusion", ["diffusion"], "v", GREY),
+        ],
+    ),
+    "confidence.png": (
+        "Three confidences, B = 4 (small numbers: the threshold)",
+        [
+            ("probability", "mars-4", PAPER, "o-", BLUE),
+            ("entropy", "mars-4", ENTROPY, "s-", ORANGE),
+            ("margin", "mars-4", MARGIN, "^-", GREEN),
+        ],
+    ),
 }
+ACCURACY = "accuracy, % (bars: 95 % interval)"
+BESIDE = {"xytext": (6, 4), "textcoords": "offset points"}
 
 
-def curve(results: Results, axes, name: str, ways: list[str], **look) -> None:
-    """Accuracy, with its interval, over tokens per forward."""
-    cases = [(name, way) for way in ways if results.of((name, way))]
-    if cases:
-        found = [results.accuracy(case) for case in cases]
-        mean = [100 * one.mean for one in found]
-        below = [100 * (one.mean - one.low) for one in found]
-        above = [100 * (one.high - one.mean) for one in found]
-        axes.errorbar([results.speed(case) for case in cases], mean, [below, above], **look)
+def new_plot(title: str, xlabel: str) -> tuple:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=title, xlabel=xlabel, ylabel=ACCURACY)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
-def plot_pareto(results: Results, axes) -> None:
-    paper = [ONE, *SWEEPS["probability"]]
-    best = [ONE, *SWEEPS["ours"]]
-    for label, name, ways, colour, marker in (
-        ("B = 4, the paper's decoder", "mars-4", paper, BLUE, "o-"),
-        ("B = 8, the paper's decoder", "mars-8", paper, GREEN, "s-"),
-        ("B = 16, the paper's decoder", "mars-16", paper, PINK, "^-"),
-        ("B = 4, B + 1 candidates", "mars-4", best, ORANGE, "D--"),
-        ("B = 4, --verify", "mars-4", ["verify"], RED, "*"),
-        ("B = 8, --verify", "mars-8", ["verify"], RED, "P"),
-        ("B = 16, --verify", "mars-16", ["verify"], RED, "X"),
-        ("AR SFT", "sft", [ONE], GREY, "o"),
-        ("AR SFT, as many steps on top", "ar", [ONE], GREY, "s"),
-        ("AR SFT, Jacobi", "sft", ["jacobi"], GREY, "x"),
-        ("diffusion", "diffusion", ["diffusion"], "black", "v"),
+def draw_curve(axes, x: list[float], right: list[BySeed], marker: str, colour: str) -> list[float]:
+    """Accuracy with its interval; returns the means, in percent."""
+    y, low, high = 100 * np.array([estimate(one) for one in right]).T
+    axes.errorbar(x, y, [y - low, high - y], fmt=marker, color=colour, capsize=3)
+    return y
+
+
+def draw(results: Results, file: Path, title: str, curves: list[tuple]) -> None:
+    """Accuracy over tokens per forward. A curve without records is left out."""
+    figure, axes = new_plot(title, "tokens per forward")
+    for label, name, ways, marker, colour in curves:
+        try:
+            x = [results.speed((name, way)) for way in ways]
+        except Missing:
+            continue
+        y = draw_curve(axes, x, [results.right((name, way)) for way in ways], marker, colour)
+        below = {"xytext": (0, -24), "textcoords": "offset points", "ha": "center"}
+        place = BESIDE if len(ways) == 1 else below
+        axes.annotate(label, (x[-1], y[-1]), color=colour, **place)
+        for way, *point in list(zip(ways, x, y))[:-1]:
+            axes.annotate(way.split()[-1], point, fontsize=8, color=colour, **BESIDE)
+    figure.savefig(file, dpi=120)
+
+
+STAGE_1 = {2400: 91.4, 3600: 93.4, 4800: 95.2}  # steps, accuracy in percent: toy/README.md
+STAGE_1_STEPS = 5600
+
+
+def draw_training(results: Results, file: Path) -> None:
+    """Accuracy over training steps: of AR SFT, and of the arms that went on from it."""
+    figure, axes = new_plot("AR SFT, and what went on from it", "training steps")
+    sft = results.right(("sft", ONE))
+    start = 100 * mean(sft)
+    axes.plot([*STAGE_1, STAGE_1_STEPS], [*STAGE_1.values(), start], "o-", color=GREY)
+    draw_curve(axes, [STAGE_1_STEPS], [sft], "o", GREY)
+    axes.annotate("AR SFT", (STAGE_1_STEPS, start), color=GREY, **(BESIDE | {"xytext": (-48, 4)}))
+    for label, name, steps, colour in (
+        ("more AR", "ar", 800, BLUE),
+        ("MARS", "mars-4", 800, RED),
+        ("MARS, half the rate", "mars-4-slow", 800, PINK),
+        ("MARS, twice the steps", "mars-4-long", 1600, ORANGE),
     ):
-        curve(results, axes, name, ways, fmt=marker, color=colour, label=label)
-    axes.set(
-        xlabel="tokens per forward", ylabel="accuracy, %", title="What tau buys, from 1 to 0.5"
-    )
-    axes.legend(fontsize=9)
-
-
-def plot_confidence(results: Results, axes) -> None:
-    results.speed(("mars-4", SWEEPS["margin"][0]))  # or there is no plot
-    looks = {"probability": (BLUE, "o-"), "entropy": (ORANGE, "s-"), "margin": (GREEN, "^-")}
-    for metric, (colour, marker) in looks.items():
-        look = {"fmt": marker, "color": colour, "label": metric}
-        curve(results.of_seeds([0]), axes, "mars-4", SWEEPS[metric], **look)
-    axes.set(xlabel="tokens per forward", ylabel="accuracy, %", title="Three confidences, B = 4")
-    axes.legend()
-
-
-def plot_horizon(results: Results, axes) -> None:
-    for name, line in (("mars-4", "-"), ("no-clean-4", "--")):
-        ahead = results.look_ahead(name)
-        for k, colour in enumerate((GREY, BLUE, GREEN, ORANGE, RED), 1):
-            label = f"{k} ahead" if name == "mars-4" else None
-            axes.plot(ahead[:, 0], 100 * ahead[:, k], line, color=colour, label=label)
-    axes.plot([], [], "--", color="black", label="without the clean loss")
-    axes.set(xlabel="step", ylabel="guessed right, %", title="Each look-ahead over training, B = 4")
-    axes.legend(ncols=2)
-
-
-PLOTS = {
-    "pareto.png": plot_pareto,
-    "confidence.png": plot_confidence,
-    "horizon.png": plot_horizon,
-}
-
-
-def draw(results: Results, out: Path) -> None:
-    """The plots; one that needs a missing record is left out."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context(STYLE):
-        for name, plot in PLOTS.items():
-            figure, axes = pyplot.subplots()
-            with contextlib.suppress(Missing):
-                plot(results, axes)
-                figure.savefig(out / name)
-            pyplot.close(figure)
+        x = STAGE_1_STEPS + steps
+        [end] = draw_curve(axes, [x], [results.right((name, ONE))], "o", colour)
+        axes.plot([STAGE_1_STEPS, x], [start, end], color=colour)
+        axes.annotate(label, (x, end), color=colour, **BESIDE)
+    figure.savefig(file, dpi=120)

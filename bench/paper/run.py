@@ -1,97 +1,87 @@
-"""Every claim of the paper at a scale that a laptop reaches, from one command.
+"""The paper's claims at a scale that a laptop reaches, from one command.
 
-    python -m bench.paper                        # everything: about four hours on 2 cores
-    python -m bench.paper --seed 0 --stage sft   # one piece; an interrupted training is resumed
-    python -m bench.paper --quick                # 14 minutes, from toy/sft, on easy problems
+    python -m bench.paper            # everything: nine hours of one core, half of it with --jobs 2
+    python -m bench.paper --quick    # 15 minutes, on easy problems
 
-A piece is one stage (a trained model) with one seed. It is trained by a command of train.py or
-bench/paper/baselines.py, decodes the problems in several ways, and keeps what became of each
-problem under bench/results/cache. What is there already is not computed again, so with the
-committed cache this command only draws the report (bench/paper/report.py).
+All arms go on from one AR model, with the same data and number of steps (one has twice as many). A
+piece is one arm with one seed: it is trained, decodes the problems in several ways, and keeps what
+became of each problem under bench/results/cache. What is there already is not computed again, and a
+training that was interrupted is resumed. So with the committed records this only draws the report
+(report.py).
 """
 
 import datetime
 import functools
 import hashlib
-import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
+from plumbing.data import encode as encode_row
 from plumbing.errors import UserError, run_main
 from plumbing.files import atomic_write
-from plumbing.jsonl import JsonlFile
-from plumbing.scheduler import Text
 
 import torch
 from tqdm import tqdm
 
-from bench.common import ROOT, encode, last_number
+from bench.common import ROOT, are_right, encode, require
+from bench.likelihood import predict
 from bench.paper import report
-from bench.paper.baselines import Jacobi, diffuse
-from bench.paper.report import ONE, PAPER, SWEEPS
+from bench.paper.baselines import diffuse, jacobi
+from bench.paper.report import ENTROPY, MARGIN, ONE, OURS, PAPER
 from decode import generate
 from model import Qwen2, load
-from toy.make import World, hard_problem, problem, split, write
+from toy.make import HARD_TEST_ROWS, World, hard_problem, problem, split, write
 
 WORK = ROOT / "bench/work"
 RESULTS = ROOT / "bench/results"
-SFT = ROOT / "toy/sft"
 ROWS = 64  # problems decoded at a time
 NUM_JACOBI_GUESSES = 16
-BASELINES = "-m bench.paper.baselines"
-FORMER_BASELINES = "bench/controls.py"  # as the records of November 2026 name it
-
-# --------------------------------------------------------------------------------------- the stages
+CLIP = 1.0  # train.py's default limit of the gradient's norm
+FAST = "--lr 1e-3"
+SLOW = "--lr 5e-4"
+BASELINE = "-m bench.paper.baselines"
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One trained model, and the ways in which it is decoded."""
+class Arm:
+    """A way to train on, and the ways in which its models are decoded."""
 
-    script: str = "train.py"
-    options: tuple[str, ...] = ()  # of the script, besides the plan's
+    command: str = ""  # what trains it; "" is the model that all start from
     block: int = 4  # B of training and decoding
     ways: tuple[str, ...] = (ONE,)  # to decode: see `decoding_options`
-    first_seed_ways: tuple[str, ...] = ()  # more of these for seed 0
     num_seeds: int = 1
-    start: str = "sft"  # the stage whose model it starts from
+    more: str = ""  # options that override the plan's
 
 
-PAPER_SWEEP = SWEEPS["probability"]
-STAGES = {
-    "base": Stage(start=""),  # toy/sft as it is
-    "sft": Stage(options=("--objective", "sft"), ways=(ONE, "jacobi"), num_seeds=3, start="base"),
-    "ar": Stage(options=("--objective", "sft"), num_seeds=3),
-    "mars-4": Stage(
-        options=("--block", "4"),
-        ways=(ONE, *PAPER_SWEEP, *SWEEPS["ours"], "verify"),
-        first_seed_ways=(*SWEEPS["entropy"], *SWEEPS["margin"]),
+ARMS = {
+    "sft": Arm(ways=(ONE, "jacobi")),
+    "ar": Arm(f"train.py --objective sft {FAST}", num_seeds=3),
+    "ar-slow": Arm(f"train.py --objective sft {SLOW}", num_seeds=3),
+    "mars-4": Arm(
+        f"train.py --block 4 {FAST}",
+        ways=(ONE, *PAPER, *OURS, *ENTROPY, *MARGIN, "verify"),
         num_seeds=3,
     ),
-    "mars-8": Stage(options=("--block", "8"), block=8, ways=(ONE, *PAPER_SWEEP, "verify")),
-    "mars-16": Stage(options=("--block", "16"), block=16, ways=(ONE, *PAPER_SWEEP, "verify")),
-    "diffusion": Stage(BASELINES, options=("diffusion",), ways=("diffusion",), num_seeds=3),
-    "distill": Stage(options=("--block", "4", "--distill"), ways=(ONE, *SWEEPS["ours"], "verify")),
-    "fixed": Stage(
-        options=("--block", "4", "--block-phase", "fixed"),
-        ways=(ONE, *SWEEPS["ours"], "verify"),
-    ),
+    "mars-4-slow": Arm(f"train.py --block 4 {SLOW}", num_seeds=3),
+    "mars-4-free": Arm(f"train.py --block 4 --clip 1e6 {FAST}"),  # the limit does not bind
+    "mars-4-long": Arm(f"train.py --block 4 {FAST}", more=" --steps 1600"),
+    "mars-4-heavy": Arm(f"train.py --block 4 --ar-weight 4 {FAST}"),
+    "mars-8": Arm(f"train.py --block 8 {FAST}", 8, (ONE, *PAPER, "verify")),
+    "mars-16": Arm(f"train.py --block 16 {FAST}", 16, (ONE, *PAPER, "verify")),
+    "no-clean-4": Arm(f"train.py --block 4 --ar-weight 0 {FAST}"),
+    "no-clean-16": Arm(f"train.py --block 16 --ar-weight 0 {FAST}", 16),
+    "over-t-4": Arm(f"{BASELINE} over-t --block 4 --ar-weight 0 {FAST}"),
+    "diffusion": Arm(f"{BASELINE} diffusion --block 4 {FAST}", ways=("diffusion",)),
+    "fixed": Arm(f"train.py --block 4 --block-phase fixed {FAST}", ways=(ONE, *OURS, "verify")),
 }
-for size in (4, 8, 16):
-    no_clean = ("--block", str(size), "--ar-weight", "0")
-    over_t = ("over-t", *no_clean)
-    STAGES[f"no-clean-{size}"] = Stage(options=no_clean, block=size, ways=(ONE, PAPER))
-    STAGES[f"over-t-{size}"] = Stage(BASELINES, options=over_t, block=size, ways=(ONE, PAPER))
 
 
 def decoding_options(way: str, block: int) -> dict:
@@ -107,73 +97,63 @@ def decoding_options(way: str, block: int) -> dict:
     if kind == "ours":
         return {"block": block, "tau": float(tau)}
     if kind == "verify":
-        return {"block": block, "tau": 0.0, "verify": True}
-    if kind == "jacobi":
-        return {"tau": 1.0, "guesses": NUM_JACOBI_GUESSES}
-    return {"tau": 1.0}  # also for diffusion, which has no tau
+        return {"block": block, "verify": True}
+    return {"tau": 1.0}  # also for diffusion and Jacobi decoding, which have no tau
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which stages, how long they train, and on which problems they are measured."""
+    """Which arms, how long they train, and on which problems they are measured."""
 
+    about: str  # the report's words for it
     world: World
     train_rows: int
     num_problems: int
-    sft_options: tuple[str, ...]  # of train.py; none: toy/sft is the model
-    options: tuple[str, ...]  # of train.py, for all later stages
-    stages: tuple[str, ...]
+    start: Path  # the model that all arms start from
+    options: str  # of train.py, for all arms
+    arms: tuple[str, ...]
     num_seeds: int  # at most
     work: Path  # for the trained models
-    cache: Path  # for the records
-    out: Path  # for the report
-    method: str  # a paragraph of the report
+    out: Path  # for the report, and the records in out/cache
 
-    def pieces(self) -> Iterator[tuple[int, str]]:
-        """(seed, stage), in an order in which each comes after the one that it starts from."""
-        for name in self.stages:
-            for seed in range(min(self.num_seeds, STAGES[name].num_seeds)):
-                yield seed, name
-
-    def model_path(self, name: str, seed: int) -> Path:
-        if name == "base" or (name == "sft" and not self.sft_options):
-            return SFT
-        return self.work / f"{name}-{seed}"
+    def pieces(self) -> list["Piece"]:
+        found = []
+        for name in self.arms:
+            for seed in range(min(self.num_seeds, ARMS[name].num_seeds)):
+                found.append(Piece(self, seed, name))
+        return found
 
 
 FULL = Plan(
+    about="""are harder than the bundled ones (`python toy/make.py --hard`): one to six operations
+on numbers up to 999, with up to two irrelevant sentences. All models have 1.5 M parameters. AR SFT
+is [toy/hard](../../toy/README.md), trained on a fixed set of 12,800 problems until it had
+converged. Every other model goes on from it for 800 steps (one arm: 1,600) of 32 problems out of
+the same set, with the learning rate begun again. Accuracy is on 1,000 problems that no model has
+seen""",
     world=hard_problem,
-    train_rows=60_000,
-    num_problems=1000,
-    sft_options=("--steps", "900", "--batch", "32", "--lr", "2e-3"),
-    options=("--steps", "400", "--batch", "32", "--lr", "1e-3"),
-    stages=tuple(STAGES),
+    train_rows=12_800,
+    num_problems=HARD_TEST_ROWS,
+    start=ROOT / "toy/hard",
+    options="--steps 800 --batch 32 --save-every 200 --held-out 256",
+    arms=tuple(ARMS),
     num_seeds=3,
     work=WORK / "full",
-    cache=RESULTS / "cache",
     out=RESULTS,
-    method="""\
-**The problems** are harder than the bundled ones (`python toy/make.py --hard`): one to six
-operations on numbers up to 999, with up to two irrelevant sentences. The model has 1.5 M parameters
-and starts from one that has learnt the easy problems ([toy/sft](../../toy/README.md)). Stage 1, AR
-SFT, is 900 steps of 32 problems. Every other model is 400 steps of 32 problems from AR SFT, at half
-the learning rate, on the same data in the same order. Seeds differ in the order of the data, from
-stage 1 on.""",
 )
 QUICK = Plan(
+    about="""are those of toy/test.jsonl, unseen by all models. AR SFT is toy/sft. Every other
+model goes on from it for 150 steps of 64 problems out of 20,000, with the learning rate begun
+again""",
     world=problem,
     train_rows=20_000,
     num_problems=500,
-    sft_options=(),
-    options=("--steps", "150", "--batch", "64", "--lr", "1e-3"),
-    stages=("sft", "ar", "mars-4", "diffusion", "no-clean-4"),
+    start=ROOT / "toy/sft",
+    options="--steps 150 --batch 64",
+    arms=("sft", "ar", "mars-4", "diffusion", "no-clean-4"),
     num_seeds=1,
     work=WORK / "quick",
-    cache=WORK / "quick/cache",
     out=WORK / "quick",
-    method="""\
-**This is the quick run**: the easy problems of toy/, with the bundled toy/sft as AR SFT. Every
-other model is 150 steps of 64 problems from there. One seed, fewer models, no wall-clock times.""",
 )
 
 
@@ -184,110 +164,63 @@ def problems_of(plan: Plan) -> tuple[list[dict], str]:
     return problems, hashlib.sha256(json.dumps(problems).encode()).hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------ a piece
-
-
 class Piece:
-    """One stage with one seed: its model in plan.work, and its record in plan.cache."""
+    """One arm with one seed: its model in plan.work, and its record in plan.cache."""
 
     def __init__(self, plan: Plan, seed: int, name: str):
         self.plan = plan
-        self.seed = seed
-        self.name = name
-        self.stage = STAGES[name]
-        self.model_path = plan.model_path(name, seed)
-        self.is_trained_here = self.model_path != SFT
-        self.path = plan.cache / f"{name}-{seed}.json"
-        self.record = {}
-        if self.path.exists():
-            self.record = json.loads(self.path.read_text(encoding="utf-8"))
-        self.expect("problems", problems_of(plan)[1])
-        if self.is_trained_here:
-            self.expect("command", self.command())
+        self.arm = ARMS[name]
+        self.name = f"{name}-{seed}"
+        self.model = plan.work / self.name if self.arm.command else plan.start
+        self.record = plan.out / "cache" / f"{self.name}.json"
+        self.made_of = {
+            "problems": problems_of(plan)[1],
+            "train_rows": plan.train_rows,
+            "command": self.training_command(seed),
+            "ways": {way: decoding_options(way, self.arm.block) for way in self.arm.ways},
+        }
 
-    def expect(self, what: str, value: str) -> None:
-        """Raise UserError if the record is another plan's; note the value in a new record."""
-        found = self.record.setdefault(what, value)
-        if found.replace(FORMER_BASELINES, BASELINES) != value:
-            raise UserError(f"{self.path}: has another {what}; move it away to compute it anew")
-
-    def command(self) -> str:
-        """What trains the model."""
-        start = self.plan.model_path(self.stage.start, self.seed)
-        options = self.plan.options
-        if self.name == "sft":
-            options = self.plan.sft_options
-        words = ["python", self.stage.script, *self.stage.options]
-        words += ["--model", relative(start), "--data", relative(self.plan.work / "train.jsonl")]
-        words += ["--out", relative(self.model_path), "--seed", str(self.seed), *options]
-        words += ["--save-every", "50", "--held-out", "256"]
-        return " ".join(words)
-
-    def missing_ways(self) -> dict[str, dict]:
-        """Ways to decode that the record lacks, or has with other options; their options."""
-        ways = self.stage.ways
-        if self.seed == 0:
-            ways += self.stage.first_seed_ways
-        decoded = self.record.get("decoded", {})
-        missing = {}
-        for way in ways:
-            options = decoding_options(way, self.stage.block)
-            if way not in decoded or decoded[way]["options"] != options:
-                missing[way] = options
-        return missing
+    def training_command(self, seed: int) -> str:
+        """Empty for the model that all start from."""
+        if not self.arm.command:
+            return ""
+        data = relative(self.plan.work / "train.jsonl")
+        return (
+            f"python {self.arm.command} --model {relative(self.plan.start)} --data {data}"
+            f" {self.plan.options} --out {relative(self.model)} --seed {seed}{self.arm.more}"
+        )
 
     def is_complete(self) -> bool:
-        if self.is_trained_here and "trained" not in self.record:
+        """UserError if the record is of something else than what this plan says."""
+        if not self.record.exists():
             return False
-        return not self.missing_ways()
+        record = json.loads(self.record.read_text(encoding="utf-8"))
+        for what, expected in self.made_of.items():
+            if record.get(what) != expected:
+                raise UserError(f"{self.record}: of other {what}; move it away to make it anew")
+        return True
 
-    def needs_training(self) -> bool:
-        """Records are committed and weights are not: the weights of a trained piece may be gone."""
-        if not self.is_trained_here:
-            return False
-        has_weights = (self.model_path / "model.safetensors").exists()
-        return "trained" not in self.record or not has_weights
-
-    def keep(self) -> None:
-        """Write the record, an entry per line, so that a diff shows what changed."""
-        self.record["machine"] = f"{os.cpu_count()} CPU cores, {platform.machine()}"
-        self.record["versions"] = f"Python {platform.python_version()}, torch {torch.__version__}"
-        self.record["date"] = datetime.date.today().isoformat()
-        text = json.dumps(self.record, indent=1) + "\n"
-        atomic_write(self.path, lambda path: path.write_text(text, encoding="utf-8"))
+    def complete(self) -> None:
+        """Train and measure. Only the record is committed: the weights can be made again."""
+        record = dict(self.made_of)
+        if self.arm.command:
+            self.train()
+            record["trained"] = read_log(self.model / "log.jsonl")
+        record |= measure(self.model, self.arm, self.plan)
+        machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
+        record["made"] = f"{datetime.date.today()}, {machine}, torch {torch.__version__}"
+        text = json.dumps(record, indent=1) + "\n"  # an entry per line: a diff shows what changed
+        atomic_write(self.record, lambda path: path.write_text(text, encoding="utf-8"))
 
     def train(self) -> None:
-        """Run the command, which resumes an interrupted training."""
-        make_data(self.plan)
-        log = self.model_path.with_suffix(".txt")
-        words = [sys.executable, *self.command().split()[1:], "--resume"]
-        began = time.perf_counter()
+        """Run the command, which resumes an interrupted training, and ends at once after one."""
+        log = self.model.with_suffix(".txt")
+        command = self.made_of["command"]
+        words = [sys.executable, *command.split()[1:], "--resume"]
         with open(log, "w") as file:
             done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
-            raise UserError(f"{self.command()}: ended with {done.returncode}; see {log}")
-        self.record["trained"] = read_log(self.model_path / "log.jsonl")
-        self.record["seconds"] = round(time.perf_counter() - began)
-        self.keep()
-
-    def decode(self) -> None:
-        missing = self.missing_ways()
-        if not missing:
-            return
-        problems = problems_of(self.plan)[0]
-        device, dtype = find_device("auto", None)
-        model, chat = load(str(self.model_path), device, dtype)
-        decoded = self.record.setdefault("decoded", {})
-        bar = tqdm(missing.items(), desc=f"{self.name}, seed {self.seed}", leave=False)
-        for way, options in bar:
-            decoded[way] = measure(model, chat, problems, way, options)
-            self.keep()
-
-    def complete(self) -> None:
-        """Train and decode what is missing; train again if only the weights are missing."""
-        if self.needs_training():
-            self.train()
-        self.decode()
+            raise UserError(f"{command}: ended with {done.returncode}; see {log}")
 
 
 def relative(path: Path) -> str:
@@ -296,138 +229,67 @@ def relative(path: Path) -> str:
 
 
 def make_data(plan: Plan) -> None:
-    """Write the training data; UserError if it contains one of the problems."""
-    path = plan.work / "train.jsonl"
-    if not path.exists():
-        rows, _ = split(plan.world, plan.train_rows, plan.num_problems)
-        atomic_write(path, lambda temporary: write(temporary, rows))
-    prompts = {problem["prompt"] for problem in problems_of(plan)[0]}
-    if any(row["prompt"] in prompts for row in JsonlFile(path)):
-        raise UserError(f"{path}: contains problems of the test set; move it away")
+    """Write the training data; `split` keeps the problems out of it."""
+    rows, _ = split(plan.world, plan.train_rows, plan.num_problems)
+    plan.work.mkdir(parents=True, exist_ok=True)
+    write(plan.work / "train.jsonl", rows)
 
 
 def read_log(path: Path) -> dict:
-    """The last losses, and the share of right guesses at each look-ahead by step."""
+    """The share of steps with a gradient norm above CLIP; at the end, look_ahead of train.py."""
     lines = [json.loads(line) for line in open(path, encoding="utf-8")]
-    last = {key: lines[-1][key] for key in ("noisy", "clean") if key in lines[-1]}
-    look_ahead = {line["step"]: line["look_ahead"] for line in lines if "look_ahead" in line}
-    return {"last": last, "look_ahead": look_ahead}
+    clipped = [line["grad_norm"] > CLIP for line in lines]
+    return {"clipped": sum(clipped) / len(clipped), "look_ahead": lines[-1]["look_ahead"]}
 
 
-def answer_all(model: Qwen2, prompts: list, way: str, options: dict) -> tuple[list[Text], int]:
-    """The answers, and how many forwards they took together."""
-    if way == "diffusion":
-        answers = []
-        for i in range(0, len(prompts), ROWS):
-            answers += diffuse(model, prompts[i : i + ROWS])
-        num_blocks = sum(answer.forwards for answer in answers)
-        return answers, num_blocks * (model.config.block_size + 1)
-    if way == "jacobi":
-        decoder = Jacobi(model, prompts, options["guesses"], ROWS)
-        answers = list(decoder.waiting)
-        for _ in decoder:
-            pass
-    else:
-        answers = generate(model, prompts, ROWS, **options)
-    return answers, sum(answer.forwards for answer in answers)
+def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
+    """Decode in the arm's ways; and predict the written answers one token ahead."""
+    problems = problems_of(plan)[0]
+    model, chat = load(str(directory), *find_device("auto", None))
+    decoded = {way: decode(model, chat, problems, way, arm.block) for way in arm.ways}
+    eos = model.config.eos_token_id[0]
+    length = model.config.max_position_embeddings
+    examples = [encode_row(row, chat, eos, length) for row in problems]
+    predicted = predict(model, examples, base=model)
+    nats = " ".join(f"{one:.4f}" for one in predicted.nats)
+    return {"decoded": decoded, "nats": nats, "tokens": int(predicted.tokens.sum())}
 
 
-def measure(model: Qwen2, chat: Chat, problems: list[dict], way: str, options: dict) -> dict:
+def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int) -> dict:
     """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
-    began = time.perf_counter()
-    answers, num_forwards = answer_all(model, encode(chat, problems), way, options)
-    right = ""
-    for answer, row in zip(answers, problems):
-        is_right = last_number(chat.decode(answer.tokens)) == float(row["answer"])
-        right += "1" if is_right else "0"
+    prompts = encode(chat, problems)
+    if way == "diffusion":
+        answers = diffuse(model, prompts, ROWS)
+    elif way == "jacobi":
+        answers = jacobi(model, prompts, NUM_JACOBI_GUESSES, ROWS)
+    else:
+        answers = generate(model, prompts, ROWS, **decoding_options(way, block))
     return {
-        "options": options,
-        "right": right,
+        "right": "".join(str(int(right)) for right in are_right(chat, answers, problems)),
         "tokens": sum(len(answer.tokens) for answer in answers),
-        "forwards": num_forwards,
-        "seconds": round(time.perf_counter() - began, 1),
+        "forwards": sum(answer.forwards for answer in answers),
     }
 
 
-# --------------------------------------------------------------------------------------- all pieces
-
-
-def to_do(plan: Plan) -> list[Piece]:
-    """Incomplete pieces, and before them those that they start from if the weights are gone."""
-    pieces = [Piece(plan, seed, name) for seed, name in plan.pieces()]
-    incomplete = [piece for piece in pieces if not piece.is_complete()]
-    starts = {(piece.seed, piece.stage.start) for piece in incomplete}
-    needed = []
-    for piece in pieces:
-        is_start = (piece.seed, piece.name) in starts
-        if piece in incomplete or (is_start and piece.needs_training()):
-            needed.append(piece)
-    return needed
-
-
-def run_pieces(plan: Plan, jobs: int, quick: bool) -> None:
-    """Complete every piece, `jobs` at a time, each in a process of its own."""
-    pieces = to_do(plan)
-    if not pieces:
-        return
-    make_data(plan)
-    num_threads = max(1, (os.cpu_count() or 1) // jobs)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-
-    def run_piece(piece: Piece) -> None:
-        words = [sys.executable, "-m", "bench.paper"]
-        words += ["--seed", str(piece.seed), "--stage", piece.name]
-        if quick:
-            words.append("--quick")
-        done = subprocess.run(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            reason = lines[-1] if lines else f"ended with {done.returncode}"
-            raise UserError(f"{piece.name}, seed {piece.seed}: {reason}")
-
-    stage_1 = [piece for piece in pieces if piece.stage.start != "sft"]
-    stage_2 = [piece for piece in pieces if piece.stage.start == "sft"]
-    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(pieces), desc="pieces") as bar:
-        for stage in (stage_1, stage_2):
-            for _ in pool.map(run_piece, stage):  # the first error cancels what has not begun
-                bar.update()
-
-
-def printed_by(plan: Plan, file: str, *words: str) -> str:
-    """What `python -m WORDS` printed when it first ran here; nothing else may run meanwhile."""
-    path = plan.cache / file
-    if not path.exists():
-        command = [sys.executable, "-m", *words]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise UserError(f"{' '.join(words)}: ended with {done.returncode}")
-        atomic_write(path, lambda temporary: temporary.write_text(done.stdout, encoding="utf-8"))
-    return path.read_text(encoding="utf-8")
-
-
 def main() -> None:
-    parser = Parser("Every claim of the paper at a scale that a laptop reaches.")
+    parser = Parser("The paper's claims at a scale that a laptop reaches.")
     add = parser.add_argument
-    add("--quick", action="store_true", help="14 minutes: easy problems, one seed, fewer models")
-    add("--stage", choices=STAGES, help="only this piece, with the seed of --seed")
-    add("--seed", type=number(least=0), default=0, help="of --stage: 0, 1 or 2")
-    add("--jobs", type=number(least=1), default=os.cpu_count(), help="pieces at a time")
+    add("--quick", action="store_true", help="15 minutes: easy problems, one seed, fewer models")
+    add("--jobs", type=number(int, 1), default=1, help="pieces at a time, one thread each")
     args = parser.parse_args()
     plan = QUICK if args.quick else FULL
-    if args.stage:
-        if (args.seed, args.stage) not in plan.pieces():
-            raise UserError(f"--stage {args.stage} --seed {args.seed}: not a piece of this plan")
-        Piece(plan, args.seed, args.stage).complete()
-        return
-    if not importlib.util.find_spec("matplotlib"):
-        raise UserError("the plots need matplotlib: pip install -r bench/requirements.txt")
-    run_pieces(plan, args.jobs, args.quick)
-    texts = {"method": plan.method}
-    if not args.quick:
-        texts["table5"] = printed_by(plan, "speed.txt", "bench.speed", "--table5")
-        texts["table6"] = printed_by(plan, "speculative.txt", "bench.paper.drafts")
-    report.write_report(plan.cache, plan.out, texts, readings=not args.quick)
-    print(f"{plan.out / 'paper.md'}, and plots next to it")
+    require("matplotlib")
+    pieces = plan.pieces()
+    missing = [piece for piece in pieces if not piece.is_complete()]
+    if missing:
+        make_data(plan)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every record is of float32 on a CPU
+        os.environ["OMP_NUM_THREADS"] = "1"  # two processes with two threads each are far slower
+        with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
+            for _ in tqdm(pool.imap_unordered(Piece.complete, missing), total=len(missing)):
+                pass
+    report.write_report([piece.record for piece in pieces], plan.about, plan.out)
+    print(f"{relative(plan.out)}/paper.md")
 
 
 if __name__ == "__main__":
