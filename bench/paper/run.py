@@ -1,6 +1,6 @@
 """The paper's claims at a scale that a laptop reaches, from one command.
 
-    python -m bench.paper            # everything: nine hours of one core, half of it with --jobs 2
+    python -m bench.paper            # everything: ten hours of one core, five of two (--jobs 2)
     python -m bench.paper --quick    # 15 minutes, on easy problems
 
 All arms go on from one AR model, with the same data and number of steps (one has twice as many). A
@@ -165,7 +165,7 @@ def problems_of(plan: Plan) -> tuple[list[dict], str]:
 
 
 class Piece:
-    """One arm with one seed: its model in plan.work, and its record in plan.cache."""
+    """One arm with one seed: its model in plan.work, and its record below plan.out."""
 
     def __init__(self, plan: Plan, seed: int, name: str):
         self.plan = plan
