@@ -1,7 +1,7 @@
 """The paper's claims at a scale that a laptop reaches, from one command.
 
-    python -m bench.paper            # everything: ten hours of one core, five of two (--jobs 2)
-    python -m bench.paper --quick    # 15 minutes, on easy problems
+    python -m bench.paper            # everything: five hours of two cores (ten of one: --jobs 1)
+    python -m bench.paper --quick    # 15 minutes of two cores, on easy problems
 
 All arms go on from one AR model, with the same data and number of steps (one has twice as many). A
 piece is one arm with one seed: it is trained, decodes the problems in several ways, and keeps what
@@ -275,7 +275,7 @@ def main() -> None:
     parser = Parser("The paper's claims at a scale that a laptop reaches.")
     add = parser.add_argument
     add("--quick", action="store_true", help="15 minutes: easy problems, one seed, fewer models")
-    add("--jobs", type=number(int, 1), default=1, help="pieces at a time, one thread each")
+    add("--jobs", type=number(int, 1), default=2, help="pieces at a time, one thread each")
     args = parser.parse_args()
     plan = QUICK if args.quick else FULL
     require("matplotlib")
