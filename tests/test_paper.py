@@ -272,7 +272,7 @@ def test_all_fields_of_the_text_are_computed(tmp_path):
     template = (ROOT / "bench/paper/claims.md").read_text()
     fields = {field for _, field, _, _ in string.Formatter().parse(template) if field}
     computed = {key for function in report.FIELDS for key in function(full)}
-    assert fields == computed | {"about", "made", "models", "convergence", "table5", "table6"}
+    assert fields == computed | {"about", "made", "models", "convergence", "table6"}
 
 
 def test_a_difference_is_from_the_mean_over_the_seeds_of_the_base():

@@ -309,7 +309,7 @@ def write_report(records: list[Path], about: str, out: Path) -> None:
     loaded = [record for by_seed in results.records.values() for record in by_seed.values()]
     fields = {"about": about, "models": str(len(loaded))}
     fields["made"] = "; ".join(sorted({record["made"] for record in loaded}))
-    for path in records[0].parent.glob("*.txt"):  # of Tables 5 and 6: what other commands printed
+    for path in records[0].parent.glob("*.txt"):  # of Table 6: what another command printed
         fields[path.stem] = path.read_text(encoding="utf-8").strip()
     for function in FIELDS:
         try:
