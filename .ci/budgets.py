@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "setup.py": 1,
     "plumbing": 1991,
     "apps": 530,
-    "bench": 1526,
+    "bench": 1750,
     "bench/paper": 1038,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/

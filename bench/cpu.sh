@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Every figure of README.md and docs/ that was measured on a CPU, in one call of about an hour and a half; prints Markdown.
+# Needs smollm2/model (see smollm2/README.md) and a machine that does nothing else.
+#     pip install -r requirements.txt -r bench/requirements.txt
+#     bench/cpu.sh > bench/results/cpu.md
+set -uo pipefail
+cd "$(dirname "$0")/.."
+errors=$(mktemp)
+step() {  # a command that fails does not stop the others
+    printf '\n## `%s`\n\n' "$*"
+    "$@" 2>"$errors" || { printf '\n(ended with %s)\n\n' "$?"; tail -n 5 "$errors"; }
+}
+quality() { step python -m bench.quality "$@"; }
+speed() { step python -m bench.speed "$@"; }
+smollm2="--model smollm2/model --max-new 128"
+gsm8k="--data bench/data/gsm8k/test.jsonl"
+ifeval="--data bench/data/ifeval/test.jsonl"
+
+processor=$(grep -m 1 "model name" /proc/cpuinfo | cut -d : -f 2)
+python -c "import torch, datetime as d; print(f'# $(nproc) cores of$processor, torch {torch.__version__}, {d.date.today()}')"
+
+quality
+for rows in 1 8; do
+    quality --verify --tau 0 --rows $rows
+    quality --verify --tau 0 --rows $rows --temperature 1
+done
+quality --verify --tau 0 $gsm8k --max-new 128
+quality --verify --tau 0 $gsm8k --max-new 128 --dtype bfloat16
+speed --lossless --rows 1 8 16 --rounds 9 --limit 50
+
+for dtype in float32 bfloat16; do
+    speed --transformers --limit 32 --rounds 9 --rows 1 8 --dtype $dtype
+    speed --transformers --widths --shape 0.5B --max-new 16 --rounds 9 --rows 1 8 --dtype $dtype
+done
+speed --long 4096
+speed --long 4096 --shape 0.5B
+step python -m bench.serving
+
+step python -m bench.training_cost
+step python -m bench.training_cost --shape 0.5B --batch 2 --length 512 --shares .5 --rounds 2
+step python -m bench.training_cost --rows 2000000
+
+for data in "$gsm8k" "$ifeval"; do
+    quality $smollm2 $data --limit 100 --verify --tau 0 --groups 5 --rows 8
+    quality $smollm2 $data --limit 64 --verify --tau 0 --groups 5 --rows 8 --dtype bfloat16
+    quality $smollm2 $data --limit 64 --verify --tau 0 --groups 5 --rows 1 --dtype bfloat16
+done
+for dtype in bfloat16 float32; do
+    speed --transformers --model smollm2/model $gsm8k --limit 4 --max-new 64 --rows 1 --rounds 9 --dtype $dtype
+    speed --transformers --model smollm2/model $gsm8k --limit 8 --max-new 64 --rows 4 8 --rounds 3 --dtype $dtype
+done
