@@ -15,6 +15,7 @@ speed() { step python -m bench.speed "$@"; }
 smollm2="--model smollm2/model --max-new 128"
 gsm8k="--data bench/data/gsm8k/test.jsonl"
 ifeval="--data bench/data/ifeval/test.jsonl"
+bbh="--data bench/data/bbh/test.jsonl"
 
 processor=$(grep -m 1 "model name" /proc/cpuinfo | cut -d : -f 2)
 python -c "import torch, datetime as d; print(f'# $(nproc) cores of$processor, torch {torch.__version__}, {d.date.today()}')"
@@ -40,7 +41,7 @@ step python -m bench.training_cost
 step python -m bench.training_cost --shape 0.5B --batch 2 --length 512 --shares .5 --rounds 2
 step python -m bench.training_cost --rows 2000000
 
-for data in "$gsm8k" "$ifeval"; do
+for data in "$gsm8k" "$ifeval" "$bbh"; do
     quality $smollm2 $data --limit 100 --verify --tau 0 --groups 5 --rows 8
     quality $smollm2 $data --limit 64 --verify --tau 0 --groups 5 --rows 8 --dtype bfloat16
     quality $smollm2 $data --limit 64 --verify --tau 0 --groups 5 --rows 1 --dtype bfloat16
