@@ -221,7 +221,8 @@ def choose(
 ) -> Tensor:
     """The best tokens (R, C); at temperature T > 0, draws from p^(1/T).
 
-    Column c of a row is for position len(ids) + held + c. held (R, 1): guesses that hold; None: 0.
+    Column c of a row is for position len(ids) + held + c. held (R, 1): how many guesses hold; None,
+    in the call that asks AR: 0.
     """
     scores = outputs.logits
     if options.temperature > 0:
@@ -255,7 +256,7 @@ def propose(
     """Candidates (R, C), how many of each row pass (R,), and their probabilities (R, C).
 
     The columns are those of `choose`. Candidates that pass are accepted; with `verify` they only
-    become guesses. A single candidate always passes: it gets the probability 1, not its own.
+    become guesses. A single candidate always passes: it gets the probability 1, without a softmax.
 
     At temperature T > 0 every candidate is drawn from p^(1/T) of its own position, independently of
     the others, and its confidence is taken at T = 1, as in the paper's code. So with several tokens
@@ -462,7 +463,7 @@ class Decoder(Scheduler):
         """The groups of masks of the next forward, from the probabilities of its guesses."""
         most = self.options.groups
         if most is None and self.options.temperature > 0:
-            return list(range(len(chances) + 1))  # the dice make improbable guesses hold
+            return list(range(len(chances) + 1))  # shared dice: improbable guesses often hold
         if most is None and self.model.device.type == "cpu" and len(self.rows) > 1:
             most = 1  # every row is as wide as the widest, and a CPU computes each position
         return lossless.likely_groups(chances, most or len(chances) + 1)

@@ -61,10 +61,10 @@ class KVCache:
     def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
-        Slots below a position's prefix hold clean tokens, each in the slot of its position. The
-        masks of a window are in adjacent slots, so the window starts pos - prefix slots to the left
-        of the mask's own slot. (For a clean token pos - prefix is -1: its window would start after
-        itself, so it is empty.) All other slots hold other windows, padding or scratch.
+        Slots below a position's prefix hold clean tokens, each in the slot of its position. A
+        window's masks are in adjacent slots, and a mask is number pos - prefix of them, from 0: its
+        window starts that many slots to its left. (A clean token has -1: its window would start
+        after itself, so it is empty.) All other slots hold other windows, padding or scratch.
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]

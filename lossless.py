@@ -7,7 +7,7 @@ the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851). With B
 g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
-    it sees          ..x  ..g1  ..g2| up to x | up to g1 | up to g2
+    it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
     AR's next token  g1   y  (unused)         |          |
 
 After x AR says g1: the first guess holds. After g1 AR says y, which is not g2: the second fails,
@@ -90,9 +90,9 @@ def candidate_columns(
     """The columns of each row's feed that predict the next candidates, (R, 1 + max(num_masks)), and
     whether the feed has the group of masks that is needed, (R, 1).
 
-    The first column is of the last token that holds, the others are of the group that saw exactly
-    the guesses that hold; without it they are arbitrary. last_column (R, 1) is that of x; held
-    (R, 1) counts the guesses that hold.
+    First the column of the last token that holds, then those of the group that saw exactly the
+    guesses that hold (arbitrary if it is missing). last_column (R, 1) is that of x; held (R, 1)
+    counts the guesses that hold.
     """
     # Where group j is among the row's groups, -1 if it is missing: (R, 1 + max(num_guesses)).
     indices = [[-1] * (1 + max(num_guesses)) for _ in groups]

@@ -95,7 +95,7 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
         M5   5    5    | x x x x x   |       | x
         M6   6    5    | x x x x x   |       | x  x
     """
-    k_is_mask = k_prefix <= k_pos
+    k_is_mask = k_prefix <= k_pos  # a clean token has prefix = pos + 1
     in_prefix = ~k_is_mask & (k_pos < q_prefix)
     in_window = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)  # not for a clean q
     return (q_doc == k_doc) & (in_prefix | in_window)

@@ -75,9 +75,9 @@ PADDING = Batch(
 def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float, doc=0) -> Batch:
     """One example as [clean ; masks]; if block_size is None, the clean stream alone.
 
-    Clean position p predicts token p + 1, and so does the mask at p. The last prompt token is never
-    masked and predicts the first response token: that cross-entropy counts in both losses, as in
-    the paper's code.
+    Clean position p predicts token p + 1, and so does the mask at p. The first response token is
+    predicted by the last prompt token, never by a mask; it counts in both losses, as in the paper's
+    code.
     """
     x = torch.tensor(example.tokens)
     prompt = example.prompt

@@ -34,7 +34,10 @@ from model import load
 
 WORK = ROOT / "bench/work/recipes"
 RECORDS = ROOT / "bench/results/recipes"
-PLAN = "--steps 64 --batch 16 --lr 2e-4 --dtype bfloat16 --held-out 32 --save-every 16"
+PLAN = (
+    "--steps 64 --batch 16 --lr 2e-4 --dtype bfloat16 "
+    "--batch-tokens 2048 --held-out 32 --save-every 16"
+)
 ARMS = {  # options of train.py; the last one of a kind counts
     "own": "--data own.jsonl",
     "own, seed 1": "--data own.jsonl --seed 1",
