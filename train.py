@@ -61,15 +61,12 @@ class Batch(NamedTuple):
     target: Tensor  # the next token
     noisy_weight: Tensor  # of this position's cross-entropy in the noisy loss
     clean_weight: Tensor  # and in the clean loss
-    columns_back: Tensor  # of a mask: to the clean token at the same position; else 0
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(field.to(device) for field in self))
 
 
-PADDING = Batch(
-    tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0, columns_back=0
-)
+PADDING = Batch(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0)
 
 
 def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float, doc=0) -> Batch:
@@ -92,7 +89,6 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
         target=x[1:],
         noisy_weight=weight * predicts_first,
         clean_weight=weight * predicts_response,
-        columns_back=torch.zeros_like(pos),
     )
     if block_size is None:
         return clean_stream._replace(noisy_weight=torch.zeros_like(clean_stream.clean_weight))
@@ -108,8 +104,6 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
         target=x[prompt + 1 :],
         noisy_weight=torch.full(mask_pos.shape, weight),
         clean_weight=torch.zeros(mask_pos.shape),
-        # The clean stream ends with these same positions, right before the masks.
-        columns_back=torch.full_like(mask_pos, len(mask_pos)),
     )
     return concatenate([clean_stream, mask_stream])
 
@@ -183,34 +177,15 @@ def positions_with_target(batch: Batch) -> tuple[Tensor, Tensor]:
     return (batch.noisy_weight + batch.clean_weight).nonzero(as_tuple=True)
 
 
-def losses(model: Qwen2, batch: Batch, distill: bool = False) -> tuple[Tensor, Tensor]:
-    """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss.
-
-    distill: a mask learns the distribution that the clean stream predicts for its target (detached)
-    instead of the target itself.
-    """
+def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss."""
 
     def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.logits(hidden), target, reduction="none")
 
-    def distilled(hidden: Tensor, target: Tensor, is_mask: Tensor, teacher: Tensor) -> Tensor:
-        logits = model.logits(hidden)
-        hard = F.cross_entropy(logits, target, reduction="none")
-        with torch.no_grad():
-            probs = model.logits(teacher[is_mask]).softmax(-1)
-        log_probs = logits[is_mask].log_softmax(-1).clamp(min=-1e4)  # <|mask|>: 0 * -inf is NaN
-        # clean positions keep the hard loss
-        return hard.masked_scatter(is_mask, -(probs * log_probs).sum(-1))
-
     hidden = hidden_states(model, batch)
     at = positions_with_target(batch)
-    if distill:
-        row, column = at
-        back = batch.columns_back[at]
-        teacher = hidden.detach()[row, column - back]
-        each = model.in_chunks(distilled, hidden[at], batch.target[at], back > 0, teacher)
-    else:
-        each = model.in_chunks(cross_entropy, hidden[at], batch.target[at])
+    each = model.in_chunks(cross_entropy, hidden[at], batch.target[at])
     noisy = (each * batch.noisy_weight[at]).sum()
     clean = (each * batch.clean_weight[at]).sum()
     return noisy, clean
@@ -302,7 +277,7 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
             for batch in batches(examples, model.config, args, rank, size, longest):
                 free_cores.use()
                 with autocast:
-                    noisy, clean = losses(model, batch.to(model.device), args.distill)
+                    noisy, clean = losses(model, batch.to(model.device))
                 loss = noisy + args.ar_weight * clean if is_mars else clean
                 (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
                 sums += torch.stack([noisy, clean]).detach()
@@ -363,7 +338,6 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--block", type=number(int, 1), default=4, help="B, masks in a block")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
     add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
-    flag("--distill", help="masks learn what the clean stream predicts")
     add("--normalization", choices=("sequence", "token"), default="sequence", help="averaged over")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
     add("--steps", type=number(int, 1), help="number of steps, instead of --epochs")

@@ -43,8 +43,6 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "own, seed 1": "--data own.jsonl --seed 1",
     "gold": "--data gold.jsonl",
     "sample": "--data sample.jsonl --normalization token",
-    "distill": "--data own.jsonl --distill",
-    "distill, seed 1": "--data own.jsonl --distill --seed 1",
     "batch 4": "--data own.jsonl --batch 4 --steps 256 --save-every 64",
     "lr 4e-4": "--data own.jsonl --lr 4e-4",
     "block 8": "--data own.jsonl --block 8",

@@ -49,7 +49,6 @@ def two_streams(example: Example, mask_id: int, weight: float) -> Batch:
         prefix=(pos + example.phase) // BLOCK * BLOCK - example.phase,
         noisy_weight=clean.clean_weight,
         clean_weight=torch.zeros_like(clean.clean_weight),
-        columns_back=torch.full_like(pos, len(pos)),
     )
     return concatenate([clean, noisy])
 

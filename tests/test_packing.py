@@ -83,7 +83,7 @@ def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
             noisy_weight=layout.noisy_weight.double(), clean_weight=layout.clean_weight.double()
         )
         model.zero_grad()
-        noisy, clean = losses(model, unpacked([layout]), args.distill)
+        noisy, clean = losses(model, unpacked([layout]))
         (noisy + args.ar_weight * clean).backward()
         gradients = [weight.grad.flatten() for weight in model.parameters()]
         expected = expected + torch.cat([noisy.detach()[None], clean.detach()[None], *gradients])
@@ -92,17 +92,16 @@ def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
 
 def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
     """Against a forward for each example: any packing, accumulation, number of processes, size of
-    a chunk of logits; in both normalisations, with distillation, and for stage 1."""
+    a chunk of logits; in both normalisations, and for stage 1."""
     shared = 0
     for seed in cases(8, 100):
         rng = random.Random(seed)
         model = tiny_model(rng)
         block = rng.randint(1, 8)
         examples = [random_example(rng, block) for _ in range(rng.randint(3, 9))]
-        words = ["--ar-weight", rng.random(), *["--distill"] * rng.randint(0, 1)]
-        args = arguments(*words, "--normalization", rng.choice(["sequence", "token"]))
+        normalization = rng.choice(["sequence", "token"])
+        args = arguments("--ar-weight", rng.random(), "--normalization", normalization)
         model.config.block_size = rng.choice([block, block, None])
-        args.distill &= model.config.block_size is not None
         expected = one_by_one(model, examples, args)
         for _ in range(3):
             args.batch_tokens = rng.choice([1, 128, 300, 512, 2000])

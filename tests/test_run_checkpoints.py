@@ -252,7 +252,7 @@ def test_what_a_program_would_do(tmp_path):
 def test_every_checkpoint_of_ours_is_data_only(data, out):
     """Of every kind of option: what is written can be resumed from."""
     for number, words in enumerate(
-        (("--objective", "sft"), ("--distill", "--checkpoint-layers"), ("--dtype", "bfloat16"))
+        (("--objective", "sft"), ("--checkpoint-layers",), ("--dtype", "bfloat16"))
     ):
         words = (*DRAFT, "--data", data, "--out", out / str(number), "--save-every", 1, *words)
         assert run_train(*words, "--steps", 2).status == 0

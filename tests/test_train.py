@@ -20,7 +20,6 @@ from training import (
     log,
     random_example,
     run_train,
-    two_stream_logits,
     two_stream_loss,
     write,
 )
@@ -59,33 +58,6 @@ def test_the_papers_form_in_the_cost_bench():
         expected = two_stream_loss(model, example, training_cost.BLOCK)
         for ours, theirs in zip(losses(model, unpacked([layout])), expected):
             assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
-
-
-def test_distillation_by_hand():
-    """Ragged batches; the first token, which no mask predicts, keeps its cross-entropy."""
-    for seed in cases(10, 100):
-        rng = random.Random(500 + seed)
-        model = tiny_model(rng)
-        block = rng.randint(1, 8)
-        examples = [random_example(rng, block) for _ in range(rng.randint(1, 4))]
-        weights = [rng.choice([0.25, 0.5, 1.0]) for _ in examples]
-        layouts = [lay_out(e, block, 1, weight) for e, weight in zip(examples, weights)]
-        noisy, clean = losses(model, unpacked(layouts), distill=True)
-        vocabulary = [token for token in range(8) if token != 1]  # all but the mask
-        expected = torch.zeros(2).double()
-        for example, weight in zip(examples, weights):
-            masks, teacher = two_stream_logits(model, example, block)
-            first = example.tokens[example.prompt]
-            p = teacher[1:, vocabulary].detach().softmax(-1)
-            soft = -(p * masks[1:, vocabulary].log_softmax(-1)).sum()
-            hard = -masks[0, vocabulary].log_softmax(-1)[vocabulary.index(first)]
-            _, plain = two_stream_loss(model, example, block)
-            expected = expected + weight * torch.stack([hard + soft, plain])
-        assert noisy.item() == pytest.approx(expected[0].item(), rel=1e-12)
-        assert clean.item() == pytest.approx(expected[1].item(), rel=1e-12)
-        ours = gradient(noisy, model)
-        theirs = gradient(expected[0], model)
-        assert ours.isfinite().all() and (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
 
 
 @torch.inference_mode()

@@ -85,7 +85,6 @@ def diffusion_layout(
         target=torch.cat([x[clean], x[following]]),
         noisy_weight=torch.cat([torch.zeros(len(clean)), torch.where(is_target, weight / t, 0.0)]),
         clean_weight=torch.zeros(len(clean) + len(pos)),
-        columns_back=torch.zeros(len(clean) + len(pos), dtype=torch.long),
     )
 
 
