@@ -14,11 +14,11 @@ BUDGETS = {  # lines of Python, docstrings included; of a folder: of the files r
     "kv_cache.py": 100,
     "decode.py": 540,
     "lossless.py": 140,
-    "train.py": 440,
+    "train.py": 410,
     "setup.py": 1,
     "plumbing": 1991,
     "apps": 530,
-    "bench": 1750,
+    "bench": 1765,
     "bench/paper": 1038,
 }
 PLUMBING_FILE = 190  # lines of any file in plumbing/

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Every figure of README.md and docs/ that was measured on a CPU, in one call of about an hour and a half; prints Markdown.
-# Needs smollm2/model (see smollm2/README.md) and a machine that does nothing else.
+# The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about two hours;
+# prints Markdown. Needs a machine that does nothing else. (The paper's claims: bench.paper; recipes: bench.recipes.)
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/cpu.sh > bench/results/cpu.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
+[ -d smollm2/model ] || { echo "first: python -m apps.smollm2 smollm2/model" >&2; exit 2; }
 errors=$(mktemp)
 step() {  # a command that fails does not stop the others
     printf '\n## `%s`\n\n' "$*"
@@ -21,7 +22,7 @@ processor=$(grep -m 1 "model name" /proc/cpuinfo | cut -d : -f 2)
 python -c "import torch, datetime as d; print(f'# $(nproc) cores of$processor, torch {torch.__version__}, {d.date.today()}')"
 
 quality
-for rows in 1 8; do
+for rows in 1 8 32; do
     quality --verify --tau 0 --rows $rows
     quality --verify --tau 0 --rows $rows --temperature 1
 done
@@ -33,6 +34,7 @@ for dtype in float32 bfloat16; do
     speed --transformers --limit 32 --rounds 9 --rows 1 8 --dtype $dtype
     speed --transformers --widths --shape 0.5B --max-new 16 --rounds 9 --rows 1 8 --dtype $dtype
 done
+speed --table5
 speed --long 4096
 speed --long 4096 --shape 0.5B
 step python -m bench.serving

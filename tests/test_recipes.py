@@ -1,16 +1,26 @@
-"""bench.recipes: what is trained on and what is judged by, and the table's figures by hand."""
+"""bench.recipes: what is trained on and judged by, the gain by hand, and what is refused."""
 
 import json
+
+from plumbing.errors import UserError
 
 import pytest
 from common import ROOT
 
+import train
 from bench import recipes
+
+own_answers = recipes.own_answers
 
 
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def first_row(path):
+    with open(path) as file:
+        return json.loads(file.readline())
 
 
 def prompts_of(name):
@@ -19,10 +29,10 @@ def prompts_of(name):
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """50 questions and 50 instructions, of which 3 each are kept for judging."""
+    """50 questions and 50 instructions, and one of each that bench/data has; 3 each to judge by."""
     monkeypatch.setattr(recipes, "WORK", tmp_path)
     monkeypatch.setattr(recipes, "UNSEEN", 3)
-    monkeypatch.setattr(recipes, "NUM_GSM8K", 20)
+    monkeypatch.setattr(recipes, "NUM_GSM8K", 60)
     monkeypatch.setattr(
         recipes,
         "own_answers",
@@ -31,37 +41,37 @@ def data(tmp_path, monkeypatch):
             for prompt in prompts
         },
     )
-    with open(ROOT / "bench/data/ifeval/test.jsonl") as file:
-        tested = json.loads(file.readline())["prompt"]
+    question = first_row(ROOT / "bench/data/gsm8k/test.jsonl")
+    instruction = first_row(ROOT / "bench/data/ifeval/test.jsonl")
     questions = [
         {"question": f"q{i}", "answer": f"2 + {i} = <<2+{i}={2 + i}>>{2 + i}"} for i in range(50)
     ]
-    instructions = [{"prompt": f"i{i}"} for i in range(50)] + [{"prompt": tested}]
+    instructions = [{"prompt": f"i{i}"} for i in range(50)] + [instruction]
     return (
-        write_jsonl(tmp_path / "gsm8k.jsonl", questions),
+        write_jsonl(tmp_path / "gsm8k.jsonl", [question, *questions]),
         write_jsonl(tmp_path / "ifeval.jsonl", instructions + instructions[:5]),
-        tested,
+        {question["question"], instruction["prompt"]},
     )
 
 
-def test_nothing_that_is_judged_by_is_trained_on(data):
+def test_no_prompt_is_both_trained_on_and_judged_by(data):
     gsm8k, ifeval, tested = data
-    recipes.make_data(0.0, gsm8k, ifeval)
-    recipes.make_data(1.0, gsm8k, ifeval)
+    recipes.make_data(gsm8k, ifeval, sample=False)
+    recipes.make_data(gsm8k, ifeval, sample=True)
     training = prompts_of("own.jsonl")
     assert training == prompts_of("gold.jsonl") == prompts_of("sample.jsonl")
-    assert len(set(training)) == len(training) == 17 + 47
+    assert len(set(training)) == len(training) == 47 + 47
     unseen = prompts_of("gsm8k-own.jsonl") + prompts_of("ifeval-own.jsonl")
     assert len(unseen) == 6
     assert prompts_of("gsm8k-gold.jsonl") == unseen[:3]
     assert not set(unseen) & set(training)
-    assert tested not in training + unseen
+    assert not tested & {*training, *unseen}
 
 
 def test_whose_answers_are_trained_on(data):
     gsm8k, ifeval, _ = data
-    recipes.make_data(0.0, gsm8k, ifeval)
-    recipes.make_data(1.0, gsm8k, ifeval)
+    recipes.make_data(gsm8k, ifeval, sample=False)
+    recipes.make_data(gsm8k, ifeval, sample=True)
     for name, expected in (("own", "0.0 "), ("sample", "1.0 ")):
         for line in (recipes.WORK / f"{name}.jsonl").read_text().splitlines():
             row = json.loads(line)
@@ -76,14 +86,48 @@ def test_whose_answers_are_trained_on(data):
             assert row["response"] == "0.0 " + row["prompt"]
 
 
+def record(gsm8k, ifeval) -> dict:
+    """Of (tokens, forwards) of every prompt."""
+    kinds = {}
+    for name, pairs in zip(recipes.OWN, (gsm8k, ifeval)):
+        decoded, forwards = zip(*pairs)
+        kinds[name] = {"decoded": decoded, "forwards": forwards}
+    return kinds
+
+
 def test_gain_by_hand(monkeypatch):
     monkeypatch.setattr(recipes, "UNSEEN", 2)
-    mine = [{"decoded": [30, 30], "forwards": [10, 10]}, {"decoded": [8, 12], "forwards": [4, 6]}]
-    others = [
-        {"decoded": [20, 20], "forwards": [10, 10]},
-        {"decoded": [8, 12], "forwards": [8, 12]},
-    ]
-    gain, low, high = recipes.gain_over(mine, others)
-    assert gain == pytest.approx((80 / 30) / (60 / 40) - 1)
+    mine = record([(30, 10), (10, 10)], [(8, 4), (8, 6)])
+    other = record([(20, 10), (20, 10)], [(8, 8), (12, 12)])
+    gain, low, high = recipes.gain(mine, other)
+    assert gain == pytest.approx((40 / 20 + 16 / 10) / (40 / 20 + 20 / 20) - 1)
     assert low < gain < high
-    assert recipes.gain_over(mine, mine) == (0, 0, 0)
+    assert recipes.gain(mine, mine) == (0, 0, 0)
+
+
+def test_shorter_answers_are_no_gain(monkeypatch):
+    """All prompts were once pooled, so whoever gave shorter answers to the easier kind lost."""
+    monkeypatch.setattr(recipes, "UNSEEN", 2)
+    long = record([(40, 20), (60, 30)], [(10, 10), (20, 20)])
+    short = record([(20, 10), (30, 15)], [(10, 10), (20, 20)])
+    assert recipes.gain(short, long) == (0, 0, 0)
+
+
+def test_every_arm_is_understood():
+    for words in recipes.ARMS.values():
+        assert words.startswith("--data ")  # run_arm looks for the file that follows
+        train.parse_arguments([*recipes.PLAN.split(), *words.split()])
+
+
+def test_what_is_missing_is_named(data, monkeypatch):
+    monkeypatch.setattr(recipes, "own_answers", own_answers)
+    gsm8k, ifeval, _ = data
+    for work in (
+        lambda: recipes.make_data(gsm8k, ifeval, sample=False),
+        lambda: recipes.run_arm("base"),
+        lambda: recipes.run_arm("own"),
+    ):
+        with pytest.raises(UserError, match="base: is missing; the commands at the top of"):
+            work()
+    with pytest.raises(UserError, match="ifeval.jsonl: has no answers; .* GSM8K's file first"):
+        recipes.make_data(ifeval, gsm8k, sample=False)

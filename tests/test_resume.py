@@ -104,7 +104,7 @@ def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path):
     assert len(list(checkpoints(two / "again")[0].glob("__*.distcp"))) == 2
 
 
-@pytest.mark.parametrize("words", [("--checkpoint-layers",), ()], ids=str)
+@pytest.mark.parametrize("words", [(), ("--checkpoint-layers",)], ids=["plain", "layers"])
 def test_processes_with_unlike_numbers_of_chunks(tmp_path, words):
     """Every chunk of logits once gathered the head from all processes, which then waited for ever
     for the one that had fewer of them."""

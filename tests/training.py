@@ -81,8 +81,8 @@ class NoRun(contextlib.nullcontext):
 # ---------------------------------------------------------------------------- the paper's loss
 
 
-def two_stream_logits(model: Qwen2, example: Example, block: int) -> list[torch.Tensor]:
-    """Of the noisy stream and the clean one, for every token of the response.
+def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Tensor]:
+    """The noisy stream's cross-entropy and the clean one's, summed over the response.
 
     The paper's form, plainly: [clean L ; noisy L], a mask from loops over its three rules.
     """
@@ -100,12 +100,8 @@ def two_stream_logits(model: Qwen2, example: Example, block: int) -> list[torch.
     positions = torch.arange(length).repeat(2)[None]
     hidden = model(torch.tensor([x + noisy]), positions, see[None, None])[0]
     at = torch.arange(example.prompt - 1, length - 1)
-    return [model.logits(hidden[at + offset]) for offset in (length, 0)]
-
-
-def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Tensor]:
-    targets = torch.tensor(example.tokens[example.prompt :])
-    both = two_stream_logits(model, example, block)
+    targets = torch.tensor(x[example.prompt :])
+    both = [model.logits(hidden[at + offset]) for offset in (length, 0)]
     return [F.cross_entropy(logits, targets, reduction="sum") for logits in both]
 
 
