@@ -131,3 +131,14 @@ def test_what_is_missing_is_named(data, monkeypatch):
             work()
     with pytest.raises(UserError, match="ifeval.jsonl: has no answers; .* GSM8K's file first"):
         recipes.make_data(ifeval, gsm8k, sample=False)
+
+
+@pytest.mark.parametrize("length, reason", [(4, "length"), (100, "stop")])
+def test_answers_that_were_cut_say_so(length, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "WORK", tmp_path)
+    monkeypatch.setattr(recipes, "MAX_NEW", length)
+    (tmp_path / "base").symlink_to(ROOT / "toy/sft")
+    prompt = first_row(ROOT / "toy/test.jsonl")["prompt"]
+    answer = recipes.own_answers([prompt], temperature=0.0)[prompt]
+    assert answer["finish_reason"] == reason
+    assert answer["response"].endswith(".") == (reason == "stop")  # the text without the end token
