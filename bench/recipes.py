@@ -38,8 +38,8 @@ from model import load
 WORK = ROOT / "bench/work/recipes"
 RECORDS = ROOT / "bench/results/recipes"
 PLAN = (
-    "--steps 64 --batch 16 --lr 2e-4 --dtype bfloat16 "
-    "--batch-tokens 2048 --held-out 32 --save-every 16"
+    "--steps 512 --batch 2 --lr 2e-4 --dtype bfloat16 "
+    "--batch-tokens 2048 --held-out 32 --save-every 128"
 )
 ARMS = {  # options of train.py; the last one of a kind counts
     "own": "--data own.jsonl",
@@ -47,8 +47,10 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "gold": "--data gold.jsonl",
     "token": "--data own.jsonl --normalization token",
     "sample": "--data sample.jsonl --normalization token",
+    "batch-1": "--data own.jsonl --batch 1 --steps 1024 --save-every 256",
     "batch-4": "--data own.jsonl --batch 4 --steps 256 --save-every 64",
-    "batch-2": "--data own.jsonl --batch 2 --steps 512 --save-every 128",
+    "batch-16": "--data own.jsonl --batch 16 --steps 64 --save-every 16",
+    "lr-1e-4": "--data own.jsonl --lr 1e-4",
     "lr-4e-4": "--data own.jsonl --lr 4e-4",
     "block-8": "--data own.jsonl --block 8",
     "ar-weight-2": "--data own.jsonl --ar-weight 2",
