@@ -7,7 +7,7 @@ first, and each mask predicts one further. They are accepted from the left while
 passes tau, the first one always; then the window of masks moves on. tau = 1 is plain autoregression
 (AR).
 
-          feed   [ accepted last time | M  M  M  M ... ]        one row, B = 4
+          feed   [ accepted last time | M  M  M  M ]            one row, B = 4
     candidates                     c1   c2 c3 c4 c5             c1 c2 c3 pass: they are fed next
 
 What is unusual here:
@@ -221,8 +221,8 @@ def choose(
 ) -> Tensor:
     """The best tokens (R, C); at temperature T > 0, draws from p^(1/T).
 
-    Column c of a row is for position len(ids) + held + c. held (R, 1): how many guesses hold; None,
-    in the call that asks AR: 0.
+    Column c of a row is for position len(ids) + held + c. held (R, 1): how many guesses hold; None
+    counts as 0.
     """
     scores = outputs.logits
     if options.temperature > 0:
@@ -318,7 +318,7 @@ class Decision(NamedTuple):
     tokens: list[int]  # accepted
     guesses: list[int] = []  # for the next forward to check (lossless)
     groups: list[int] = [0]  # of masks in the next forward, by the number of guesses that they see
-    num_held: int = 0  # how many of the guesses that this forward checked hold
+    num_held: int = 0  # how many guesses this forward found right
 
 
 class Decoder(Scheduler):

@@ -62,9 +62,9 @@ class KVCache:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
         Slots below a position's prefix hold clean tokens, each in the slot of its position. A
-        window's masks are in adjacent slots, and a mask is number pos - prefix of them, from 0: its
-        window starts that many slots to its left. (A clean token has -1: its window would start
-        after itself, so it is empty.) All other slots hold other windows, padding or scratch.
+        window's masks are in adjacent slots: it starts pos - prefix slots to the left of each of
+        them. (That is -1 for a clean token: its window would start after it, so it is empty.) All
+        other slots hold other windows, padding or scratch.
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]

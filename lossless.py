@@ -90,9 +90,9 @@ def candidate_columns(
     """The columns of each row's feed that predict the next candidates, (R, 1 + max(num_masks)), and
     whether the feed has the group of masks that is needed, (R, 1).
 
-    First the column of the last token that holds, then those of the group that saw exactly the
-    guesses that hold (arbitrary if it is missing). last_column (R, 1) is that of x; held (R, 1)
-    counts the guesses that hold.
+    First the column of the last guess that holds (of x if none does), then those of the group that
+    saw exactly the guesses that hold (arbitrary if it is missing). last_column (R, 1) is that of x;
+    held (R, 1) counts the guesses that hold.
     """
     # Where group j is among the row's groups, -1 if it is missing: (R, 1 + max(num_guesses)).
     indices = [[-1] * (1 + max(num_guesses)) for _ in groups]
