@@ -3,7 +3,7 @@
     python -m apps.smollm2 bench/work/recipes/base --unpatched
     python -m bench.recipes --data train.jsonl input_data.jsonl             # its greedy answers
     python -m bench.recipes --data train.jsonl input_data.jsonl --sample    # for the arm `sample`
-    python -m bench.recipes --train base own gold    # and judge: 35 minutes each on one thread
+    python -m bench.recipes --train base own gold    # and judge: 27 minutes each on one thread
     python -m bench.recipes                          # the table of all arms that were judged
 
 train.jsonl is GSM8K's (openai/grade-school-math), input_data.jsonl IFEval's. Every arm starts from
