@@ -36,7 +36,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-LEAST_PROBABILITY = 0.02  # a group that is needed less often than that is left out
+LEAST_PROBABILITY = 0.05  # a group that is needed less often than that is left out
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:

@@ -77,7 +77,7 @@ def test_likely_groups_by_hand():
     assert lossless.likely_groups(chances, most=1) == [1]
     assert lossless.likely_groups([], most=1) == [0]
     assert lossless.likely_groups([0.99, 0.99], most=9) == [2]  # the others: .01 and .0099
-    assert lossless.likely_groups([0.979], most=9) == [0, 1]
+    assert lossless.likely_groups([0.949], most=9) == [0, 1]
     assert lossless.likely_groups([0.1, 0.1], most=9) == [0, 1]  # all of them: .01
 
 
@@ -143,14 +143,14 @@ def test_the_columns_are_those_of_the_feed():
 
 
 def groups_by_hand(chances: list[float], most: int) -> list[int]:
-    """The `most` likeliest of those with odds of .02 and more; the odds by the definition."""
+    """The `most` likeliest of those with odds of .05 and more; the odds by the definition."""
     odds = {}
     for j in range(len(chances) + 1):
         odds[j] = math.prod(chances[:j])
         if j < len(chances):
             odds[j] *= 1 - chances[j]
     ranked = sorted(odds, key=odds.get)[::-1]
-    return [j for j in ranked[:most] if odds[j] >= 0.02]
+    return [j for j in ranked[:most] if odds[j] >= 0.05]
 
 
 def by_hand(model, prompt: list[int], tau: float, block: int, max_new: int, groups: int):
