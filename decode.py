@@ -184,8 +184,8 @@ def is_plain_ar(tau: float, metric: str) -> bool:
 def confidences(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
     """Confidence (R, C) from probabilities (R, C, V) and candidate tokens (R, C).
 
-    Entropy is lower where the model is surer; margin is the best token's lead over the second. Both
-    are of the distribution, whichever token is the candidate.
+    Entropy is lower where the model is surer; margin is the best token's lead over the second. They
+    depend on the distribution only, not on the candidate.
     """
     if metric == "entropy":
         return torch.special.entr(probs).sum(-1)
@@ -232,7 +232,7 @@ def choose(
             if answer:
                 for position, of_column in enumerate(of_row, start=len(answer.ids) + ahead):
                     of_column += lossless.dice(options.seed, answer.index, position, of_column)
-        # The best of logits / T + noise is a draw; all times T, for 1 / T might overflow.
+        # The best of logits / T + noise is a draw. Here both are times T: 1 / T might overflow.
         scores = scores + options.temperature * noise
     if model.dtype != torch.bfloat16:
         return scores.argmax(-1)

@@ -87,8 +87,8 @@ def candidate_columns(
     num_masks: list[int],
     held: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The columns of each row's feed that predict the next candidates, (R, 1 + max(num_masks)), and
-    whether the feed has the group of masks that is needed, (R, 1).
+    """Two results: the columns of each row's feed that predict the next candidates, of the shape
+    (R, 1 + max(num_masks)); and whether the feed has the group of masks that is needed, (R, 1).
 
     First the column of the last guess that holds (of x if none does), then those of the group that
     saw exactly the guesses that hold (arbitrary if it is missing). last_column (R, 1) is that of x;
