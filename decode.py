@@ -13,7 +13,7 @@ passes tau, the first one always; then the window of masks moves on. tau = 1 is 
 What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
   * every row has its own cursor in the cache (future work in the paper): no row waits for another,
-    and a prompt gives the same tokens in a batch as alone (at a temperature: with the same index).
+    and a prompt gives the same tokens in a batch as alone (sampled: if its `index` is the same).
     `block_cache` is the paper's policy;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
   * `verify` checks guesses before they count, so that the text is AR's: see lossless.py;
@@ -90,7 +90,7 @@ class Answer(Text):
     """
 
     def __init__(self, prompt: list[int], model: Qwen2, options: Options, index=0, tau=None):
-        """index: its dice are those of (seed, index). tau: overrides options.tau."""
+        """index: with the seed it fixes the random draws. tau: overrides options.tau."""
         super().__init__(prompt, options.max_new, model.config)
         self.index = index
         self.options = options
@@ -112,7 +112,7 @@ class Answer(Text):
     def num_masks(self) -> int:
         """Masks in a group of the next forward, each giving one more candidate.
 
-        Without `verify` there is one group; with it, one for each likely number of guesses.
+        Without `verify` there is one group; with it, one for each likely number of right guesses.
         """
         if is_plain_ar(self.tau, self.options.metric):
             return 0
@@ -177,7 +177,7 @@ def default_tau(options: Options) -> float:
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau plain AR? Then no masks are fed: a probability may round to 1.0 and pass it."""
+    """Is this tau plain AR? Then no masks are fed: a probability rounded to 1.0 would pass."""
     return tau == 0 if metric == "entropy" else tau == 1
 
 
@@ -232,13 +232,13 @@ def choose(
             if answer:
                 for position, of_column in enumerate(of_row, start=len(answer.ids) + ahead):
                     of_column += lossless.dice(options.seed, answer.index, position, of_column)
-        # The best of logits / T + noise is a draw. Here both are times T: 1 / T might overflow.
+        # The best of logits / T + noise is a draw. (Here both are multiplied by T, which may be tiny.)
         scores = scores + options.temperature * noise
     if model.dtype != torch.bfloat16:
         return scores.argmax(-1)
 
-    # Of rounded logits two are often equal, and the width of the forward decides which is the best.
-    # So the best few are computed again.
+    # Of rounded logits two are often equal, and which is the best depends on how many positions are
+    # fed. So the best few are computed again.
     best = scores.topk(min(NUM_EXACT, scores.size(-1))).indices  # (R, C, K)
     exact = model.exact_logits(outputs.hidden.flatten(0, 1), best.flatten(0, 1)).view(best.shape)
     if options.temperature > 0:

@@ -216,7 +216,7 @@ def test_text_and_forwards_by_hand():
 
 
 def test_any_groups_may_be_missing(monkeypatch):
-    """At random, all of them at times; greedy and at a temperature, alone and in ragged batches."""
+    """Missing at random, sometimes all; greedy or at a temperature, alone or in ragged batches."""
     rng = random.Random(0)
     monkeypatch.setattr(Decoder, "groups_for", lambda self, chances: some(rng, len(chances)))
     num_forwards = 0
