@@ -232,7 +232,7 @@ def choose(
             if answer:
                 for position, of_column in enumerate(of_row, start=len(answer.ids) + ahead):
                     of_column += lossless.dice(options.seed, answer.index, position, of_column)
-        # The best of logits / T + noise is a draw. (Here both are multiplied by T, which may be tiny.)
+        # The best of logits / T + noise is a draw. (T may be tiny, so both are multiplied by it.)
         scores = scores + options.temperature * noise
     if model.dtype != torch.bfloat16:
         return scores.argmax(-1)
