@@ -177,7 +177,7 @@ def default_tau(options: Options) -> float:
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau plain AR? Then no masks are fed: a probability rounded to 1.0 would pass."""
+    """Is this tau plain AR? Then no masks are fed, or a probability rounded to 1.0 would pass."""
     return tau == 0 if metric == "entropy" else tau == 1
 
 
