@@ -1,19 +1,17 @@
 """What training changed in a model, as a small file: the difference of the weights, at low rank.
 
-Training moves every matrix W (n, m) a little, and mostly along a few directions. So most of the
-difference is a product of two thin matrices, left (n, rank) and right (m, rank). These are kept in
-4 bits, with a scale for each of the rank directions: at the same size, many coarse directions keep
-more than a few exact ones. Vectors (norms and biases) are kept whole, and so is the embedding of
-`<|mask|>`.
+Training moves every matrix W (n, m) mostly along a few directions: the difference is nearly a
+product of two thin matrices, kept as whole numbers and a scale for each direction. (Many coarse
+directions keep more than a few exact ones.) Vectors and the embedding of `<|mask|>` are kept whole.
 """
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -41,24 +39,29 @@ def make_patch(base: Mapping, tuned: Mapping, mask_id: int, rank: int) -> dict[s
             patch[name + VECTOR] = difference.bfloat16()
         else:
             u, s, v = torch.svd_lowrank(difference, q=min(rank + 16, *weight.shape), niter=4)
-            patch[name + LEFT], left_scale = to_4_bits(u[:, :rank])
-            patch[name + RIGHT], right_scale = to_4_bits(v[:, :rank])
+            patch[name + LEFT], left_scale = to_code(u[:, :rank], s[:rank])
+            patch[name + RIGHT], right_scale = to_code(v[:, :rank], s[:rank])
             patch[name + SCALE] = s[:rank] * left_scale * right_scale
     return patch
 
 
-def to_4_bits(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes, each of two numbers from -7 to 7, and by what to multiply each column (rank,)."""
-    scale = columns.abs().amax(dim=0) / 7
-    numbers = (columns / scale).round().to(torch.int8).flatten() + 8
-    numbers = F.pad(numbers, (0, len(numbers) % 2)).to(torch.uint8)
-    return numbers[::2] + 16 * numbers[1::2], scale
+def to_code(columns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers, finer where a column weighs more, in Huffman's code; and scales (rank,)."""
+    step = 0.62 * (columns * weights).square().mean().sqrt()  # then a number takes under 3 bits
+    numbers = (columns * weights / step.clamp(min=1e-30)).round().clamp(-127, 127)
+    scale = (numbers * columns).sum(dim=0) / numbers.square().sum(dim=0).clamp(min=1)
+    coder = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
+    code = coder.compress(numbers.T.to(torch.int8).numpy().tobytes()) + coder.flush()
+    return torch.frombuffer(bytearray(code), dtype=torch.uint8), scale
 
 
-def from_4_bits(packed: Tensor, n: int, rank: int) -> Tensor:
+def from_code(code: Tensor, rank: int) -> Tensor:
     """The numbers (n, rank)."""
-    numbers = torch.stack([packed % 16, packed // 16], dim=1).flatten()[: n * rank]
-    return numbers.view(n, rank).float() - 8
+    try:
+        numbers = bytearray(zlib.decompress(code.numpy()))
+    except zlib.error as error:
+        raise UserError(f"the patch is damaged ({error}); make or download it again") from None
+    return torch.frombuffer(numbers, dtype=torch.int8).view(rank, -1).T.float()
 
 
 def apply_patch(weights: dict[str, Tensor], patch: Mapping, mask_id: int) -> None:
@@ -69,10 +72,9 @@ def apply_patch(weights: dict[str, Tensor], patch: Mapping, mask_id: int) -> Non
         if weight.dim() == 1:
             weight += patch[name + VECTOR]
         else:
-            n, m = weight.shape
             scale = patch[name + SCALE]
-            left = from_4_bits(patch[name + LEFT], n, len(scale)) * scale
-            weight += left @ from_4_bits(patch[name + RIGHT], m, len(scale)).T
+            left = from_code(patch[name + LEFT], len(scale)) * scale
+            weight += left @ from_code(patch[name + RIGHT], len(scale)).T
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -85,9 +87,8 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 
 def write_patch(path: Path, patch: dict[str, Tensor], facts: dict) -> None:
-    """facts: whatever can be JSON; it stands in the file's metadata."""
-    metadata = {"format": "pt", "mars_patch": json.dumps(facts)}
-    content = save(patch, metadata=metadata)  # save_file would let nobody else read it
+    """facts: whatever can be JSON. (safetensors' save_file would let nobody else read the file.)"""
+    content = save(patch, metadata={"format": "pt", "mars_patch": json.dumps(facts)})
     atomic_write(path, lambda file: file.write_bytes(content))
 
 
