@@ -184,6 +184,7 @@ def next_to(theirs: Theirs, ours: Callable[..., Way], rows: int, args) -> dict[s
         for tau in (args.tau, 0.8):
             ways[f"ours, tau {tau:g}"] = ours(tau=tau)
         ways["ours, verify"] = ours(verify=True)
+        ways["ours, verify, B 3"] = ours(verify=True, block=3)  # fewer positions
     return ways
 
 
