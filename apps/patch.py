@@ -60,7 +60,7 @@ def apply(base: str, file: Path, out: Path, any_weights: bool, dtype=torch.bfloa
             raise UserError(f"{message} (--any-weights applies it nevertheless)")
         note(f"{message}: expect fewer tokens per forward")
     apply_patch(weights, patch, chat.mask_id)
-    made = {"mask_token_id": chat.mask_id, "patch": facts["fingerprint"]}
+    made = {"mask_token_id": chat.mask_id, "patch": fingerprint(patch)}
     save(out, facts["config"] | made, chat, weights, dtype)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from plumbing.arguments import Parser, path
 from plumbing.errors import UserError, run_main
 from plumbing.files import read_json, save
-from plumbing.patch import read_patch
+from plumbing.patch import fingerprint, read_patch
 from plumbing.terminal import note
 
 from apps.patch import apply
@@ -54,13 +54,13 @@ def main() -> None:
     args = parser.parse_args()
     config = args.out / "config.json"
     if config.exists():
-        _, facts = read_patch(PATCH)
-        is_ready = read_json(config).get("patch") == facts["fingerprint"]
-        if args.unpatched or not is_ready:
+        patch, _ = read_patch(PATCH)
+        if args.unpatched or read_json(config).get("patch") != fingerprint(patch):
             raise UserError(f"{args.out}: has a model; choose another directory")
     else:
         write(args.out, args.base, not args.unpatched)
-    note(f'next: python decode.py --model {args.out} --verify --prompt "..."')
+    how = "--tau 1" if args.unpatched else "--verify"
+    note(f'next: python decode.py --model {args.out} {how} --prompt "..."')
 
 
 if __name__ == "__main__":

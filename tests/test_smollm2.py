@@ -3,6 +3,9 @@
 import importlib.util
 import json
 import re
+from pathlib import Path
+
+from plumbing.patch import read_patch
 
 import pytest
 import torch
@@ -104,6 +107,7 @@ def test_the_patched_model_accepts_several_tokens(base, tmp_path):
     assert command(*words).status == 0  # is there already
     assert (out / "model.safetensors").stat().st_mtime_ns == written
     assert is_refused(command("apps.smollm2", out, "--unpatched"), "has a model")
+    check_that_an_older_one_is_refused(out, words)
     model, chat = load(str(out))
     prompts = []
     for question in questions()[:3]:
@@ -113,6 +117,16 @@ def test_the_patched_model_accepts_several_tokens(base, tmp_path):
     assert [answer.tokens for answer in checked] == [answer.tokens for answer in plain]
     num_forwards = sum(answer.forwards for answer in checked)
     assert sum(len(answer.tokens) for answer in checked) > 1.6 * num_forwards
+
+
+def check_that_an_older_one_is_refused(out: Path, words: tuple) -> None:
+    """The model of an older patch was taken for that of the new one: both have the same base."""
+    file = out / "config.json"
+    config = file.read_text()
+    _, facts = read_patch(smollm2.PATCH)
+    file.write_text(json.dumps(json.loads(config) | {"patch": facts["fingerprint"]}))
+    assert is_refused(command(*words), "has a model")
+    file.write_text(config)
 
 
 def test_without_the_package(tmp_path, monkeypatch):
