@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about two hours;
+# The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about three hours;
 # prints Markdown. Needs a machine that does nothing else. (The paper's claims: bench.paper; recipes: bench.recipes.)
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/cpu.sh > bench/results/cpu.md
@@ -45,10 +45,11 @@ step python -m bench.training_cost --rows 2000000
 
 for data in "$gsm8k" "$ifeval" "$bbh"; do
     quality $smollm2 $data --limit 100 --verify --tau 0 --groups 5 --rows 8
-    quality $smollm2 $data --limit 64 --verify --tau 0 --groups 5 --rows 8 --dtype bfloat16
-    quality $smollm2 $data --limit 64 --verify --tau 0 --groups 5 --rows 1 --dtype bfloat16
+    quality $smollm2 $data --limit 100 --verify --tau 0 --groups 5 --rows 8 --dtype bfloat16
+    quality $smollm2 $data --verify --tau 0 --groups 5 --rows 1 --dtype bfloat16
 done
+quality $smollm2 $gsm8k --verify --tau 0 --groups 5 --rows 1 --dtype bfloat16 --block 3
 for dtype in bfloat16 float32; do
-    speed --transformers --model smollm2/model $gsm8k --limit 4 --max-new 64 --rows 1 --rounds 9 --dtype $dtype
+    speed --transformers --model smollm2/model $gsm8k --limit 4 --max-new 128 --rows 1 --rounds 9 --dtype $dtype
     speed --transformers --model smollm2/model $gsm8k --limit 8 --max-new 64 --rows 4 8 --rounds 3 --dtype $dtype
 done
