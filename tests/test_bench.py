@@ -347,7 +347,8 @@ def test_next_to_transformers(monkeypatch):
     status, out, err = command("bench.speed", *TOY, "--transformers", *words)
     assert status == 0, err
     alone, batch = tables(out)
-    assert alone.keys() - batch.keys() == {"prompt lookup"} and len(batch) == 5
+    assert alone.keys() - batch.keys() == {"prompt lookup"} and len(batch) == 6
+    assert number(batch["ours, verify, B 3"][3]) < number(batch["ours, verify"][3])  # positions
     for cells in [*alone.values(), *batch.values()]:
         assert number(cells[0]) > 0 and number(cells[6]) > 0
         assert cells[8] == "100.0%", "the text of transformers"
