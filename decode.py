@@ -388,12 +388,11 @@ class Decoder(Scheduler):
         tokens, pos, prefix = torch.tensor(padded, device=self.model.device).unbind(-1)  # (R, T)
         last_column = torch.tensor(num_real, device=tokens.device)[:, None] - 1  # (R, 1)
         last_column = last_column.clamp(min=0)  # an idle row has no real token
-        with attention.fast_for_one(self.model, tokens):  # a faster kernel for a single position
-            self.cache.reserve(width, where)
-            mask = self.cache.mask(pos, prefix)
-            run_model = self.prefill if is_prefill else self.advance
-            hidden = run_model(tokens, pos, mask)
-            decisions = self.decide(hidden, last_column, batch)
+        self.cache.reserve(width, where)
+        mask = self.cache.mask(pos, prefix)
+        run_model = self.prefill if is_prefill else self.advance
+        hidden = run_model(tokens, pos, mask)
+        decisions = self.decide(hidden, last_column, batch)
 
         # What stays in the cache: the real tokens, except those of an open cache block, and the
         # guesses that hold. Masks and guesses that failed are overwritten by the next forward.

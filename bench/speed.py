@@ -29,7 +29,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from plumbing.arguments import Parser, find_device, number
-from plumbing.attention import attend_folded, fast_for_one, fast_forwards, fold
+from plumbing.attention import attend_folded, fast_forwards, fold
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.processes import peak_memory
@@ -282,10 +282,9 @@ def widths(model: Qwen2, args) -> None:
         tokens = torch.zeros(1, width, dtype=torch.long, device=model.device)
         pos = cache.reserve(width)
         mask = cache.mask(pos, pos + 1)
-        with fast_for_one(model, tokens):
-            hidden = advance(tokens, pos, mask)
-            logits = model.logits(hidden[0, : NUM_LOGITS[width]].clone())
-            return logits.argmax(-1).tolist()
+        hidden = advance(tokens, pos, mask)
+        logits = model.logits(hidden[0, : NUM_LOGITS[width]].clone())
+        return logits.argmax(-1).tolist()
 
     work = {width: functools.partial(forward, width) for width in NUM_LOGITS}
     source = torch.zeros(2**28, dtype=torch.uint8, device=model.device)

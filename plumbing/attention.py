@@ -4,8 +4,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -126,8 +125,8 @@ def pack_matrices(model: nn.Module) -> None:
 
 
 class PackedProduct:
-    """F.linear with one weight, from its copy: not for a single position (see `fast_for_one`), nor
-    for a gradient or torch.compile, which cannot use the copy."""
+    """F.linear with one weight, from its copy: not for a gradient or torch.compile, which cannot
+    use the copy. The result for a position does not depend on how many are beside it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.weight = weight
@@ -135,24 +134,14 @@ class PackedProduct:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
     def __call__(self, x: Tensor, *_) -> Tensor:
-        is_one = x.numel() == x.size(-1)
-        if is_one or self.weight.requires_grad or torch.compiler.is_compiling():
+        if self.weight.requires_grad or torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
+        if x.numel() == x.size(-1):  # for a single position oneDNN rounds differently
+            return self.multiply(torch.cat([x, x]))[:1]
+        return self.multiply(x)
+
+    def multiply(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-@contextmanager
-def fast_for_one(model: nn.Module, tokens: Tensor) -> Iterator[None]:
-    """On a CPU in bfloat16: for one position, torch's own product is faster; it rounds differently.
-
-    The switch is the whole process's: another thread may be slower meanwhile, but not wrong.
-    """
-    is_one = tokens.numel() == 1 and model.dtype == torch.bfloat16
-    torch.backends.mkldnn.enabled = ONEDNN and not is_one
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = ONEDNN
 
 
 # ---------------------------------------------------------------------------------------- training
