@@ -274,15 +274,13 @@ def test_in_bfloat16_more_hidden_slots_change_no_bit():
 
 @needs_bfloat16
 @torch.inference_mode()
-def test_in_bfloat16_a_position_does_not_depend_on_its_neighbours():
-    """A single position had another kernel, which rounds differently: alone in the batch, a third
-    of SmolLM2's lossless answers were not those of tau 1."""
+def test_in_bfloat16_a_single_position_is_rounded_like_two():
+    """It had another kernel: at one row a third of SmolLM2's lossless answers were not those of
+    tau 1."""
     torch.manual_seed(0)
-    for seed in range(20):
-        shape = random.Random(seed).choice([(1536, 576), (576, 1536), (192, 576), (2000, 576)])
-        product = attention.PackedProduct(torch.randn(shape).bfloat16(), None)
-        x = torch.randn(1, 25, shape[1]).bfloat16()
+    for shape in [(1536, 576), (576, 1536), (192, 576), (2000, 576)] * 5:
+        product = attention.PackedProduct(torch.randn(shape).bfloat16())
+        x = torch.randn(1, 2, shape[1]).bfloat16()
         expected = product(x)
-        for T in (1, 2, 3, 9, 17):
-            assert torch.equal(product(x[:, :T]), expected[:, :T])
+        assert torch.equal(product(x[:, :1]), expected[:, :1])
         assert torch.equal(product(x[0, :1]), expected[0, :1])  # the head's hidden states are 2-D
