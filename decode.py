@@ -506,7 +506,7 @@ def load_for_decoding(args, options: Options) -> tuple:
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
-    uses_masks = callable(options.tau) or not is_plain_ar(options.tau, options.metric)
+    uses_masks = not is_plain_ar(options.tau, options.metric)
     if uses_masks and not options.block and not model.config.block_size:
         note("config.json has no block_size: if the model was not trained by MARS, use --tau 1")
     return model, chat
