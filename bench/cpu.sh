@@ -13,7 +13,7 @@ step() {  # a command that fails does not stop the others
 }
 quality() { step python -m bench.quality "$@"; }
 speed() { step python -m bench.speed "$@"; }
-smollm2="--model smollm2/model --max-new 128"
+smollm2="--model smollm2/model"
 gsm8k="--data bench/data/gsm8k/test.jsonl"
 ifeval="--data bench/data/ifeval/test.jsonl"
 bbh="--data bench/data/bbh/test.jsonl"
@@ -26,8 +26,10 @@ for rows in 1 8 32; do
     quality --verify --tau 0 --rows $rows
     quality --verify --tau 0 --rows $rows --temperature 1
 done
-quality --verify --tau 0 $gsm8k --max-new 128
-quality --verify --tau 0 $gsm8k --max-new 128 --dtype bfloat16
+for dtype in float32 bfloat16; do
+    quality --verify --tau 0 $gsm8k --max-new 128 --dtype $dtype
+done
+quality --verify --tau 0 --dtype bfloat16
 speed --lossless --rows 1 8 16 --rounds 9 --limit 50
 
 for dtype in float32 bfloat16; do
@@ -43,13 +45,14 @@ step python -m bench.training_cost
 step python -m bench.training_cost --shape 0.5B --batch 2 --length 512 --shares .5 --rounds 2
 step python -m bench.training_cost --rows 2000000
 
+verify="$smollm2 --max-new 128 --verify --tau 0 --groups 5 --dtype"
 for data in "$gsm8k" "$ifeval" "$bbh"; do
-    quality $smollm2 $data --limit 100 --verify --tau 0 --groups 5 --rows 8
-    quality $smollm2 $data --limit 100 --verify --tau 0 --groups 5 --rows 8 --dtype bfloat16
-    quality $smollm2 $data --verify --tau 0 --groups 5 --rows 1 --dtype bfloat16
+    quality $verify bfloat16 --rows 1 $data
+    quality $verify bfloat16 --rows 8 $data --limit 100
 done
-quality $smollm2 $gsm8k --verify --tau 0 --groups 5 --rows 1 --dtype bfloat16 --block 3
-for dtype in bfloat16 float32; do
-    speed --transformers --model smollm2/model $gsm8k --limit 4 --max-new 128 --rows 1 --rounds 9 --dtype $dtype
-    speed --transformers --model smollm2/model $gsm8k --limit 8 --max-new 64 --rows 4 8 --rounds 3 --dtype $dtype
+quality $verify bfloat16 --rows 1 $gsm8k --block 3
+quality $verify float32 --rows 8 $gsm8k --limit 32
+for rows in "--rows 1 --rounds 9 --limit 4" "--rows 4 8 --rounds 3 --limit 8"; do
+    speed --transformers $smollm2 $gsm8k $rows --max-new 128 --dtype bfloat16
+    speed --transformers $smollm2 $gsm8k $rows --max-new 64 --dtype float32
 done
