@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about three hours;
+# The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about two hours;
 # prints Markdown. Needs a machine that does nothing else. (The paper's claims: bench.paper; recipes: bench.recipes.)
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/cpu.sh > bench/results/cpu.md

@@ -315,10 +315,10 @@ def long_answer(model: Qwen2, args) -> None:
     model.config.max_position_embeddings = args.long + 1
     model.config.eos_token_id = (model.config.mask_token_id,)  # never predicted: no early end
     options = Options(tau=0.0, max_new=args.long, compile=args.compile)
-    common.forget_peak(model.device)
-    before = peak_memory(model.device)
     answer = Answer([0], model, options)
     decoder = Decoder(model, [answer], options, rows=1)
+    common.forget_peak(model.device)
+    before = peak_memory(model.device)
     decoder.step()
     rows = []
     while not answer.done:
