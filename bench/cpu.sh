@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about two hours;
+# The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about three hours;
 # prints Markdown. Needs a machine that does nothing else. (The paper's claims: bench.paper; recipes: bench.recipes.)
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/cpu.sh > bench/results/cpu.md
@@ -52,7 +52,7 @@ for data in "$gsm8k" "$ifeval" "$bbh"; do
 done
 quality $verify bfloat16 --rows 1 $gsm8k --block 3
 quality $verify float32 --rows 8 $gsm8k --limit 32
-for rows in "--rows 1 --rounds 9 --limit 4" "--rows 4 8 --rounds 3 --limit 8"; do
-    speed --transformers $smollm2 $gsm8k $rows --max-new 128 --dtype bfloat16
-    speed --transformers $smollm2 $gsm8k $rows --max-new 64 --dtype float32
-done
+speed --transformers $smollm2 $gsm8k --rows 1 --rounds 9 --limit 16 --max-new 128 --dtype bfloat16
+speed --transformers $smollm2 $gsm8k --rows 1 --rounds 9 --limit 4 --max-new 64 --dtype float32
+speed --transformers $smollm2 $gsm8k --rows 4 8 --rounds 3 --limit 8 --max-new 128 --dtype bfloat16
+speed --transformers $smollm2 $gsm8k --rows 4 8 --rounds 3 --limit 8 --max-new 64 --dtype float32
