@@ -376,6 +376,20 @@ def test_one_long_answer():
     assert status == 0 and len(table) == 8 and list(table)[-1] == "300"
 
 
+def test_the_memory_of_a_long_answer_is_that_of_its_steps(monkeypatch):
+    """Once it included what making the decoder takes for a moment: a copy of the largest matrix."""
+
+    class Wasteful(speed.Decoder):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            torch.ones(2**26, dtype=torch.uint8)  # 64 MiB, freed at once
+
+    monkeypatch.setattr(speed, "Decoder", Wasteful)
+    status, out, _ = command("bench.speed", *TOY, "--long", 300, "--device", "cpu")
+    [table] = tables(out)
+    assert status == 0 and all(number(cells[-1]) < 64 for cells in table.values())
+
+
 # -------------------------------------------------------------------------------- training cost
 
 
