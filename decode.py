@@ -26,6 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+import lossless
+from kv_cache import KVCache
+from model import Qwen2, load
 from plumbing import attention
 from plumbing.arguments import Parser, check_options, find_device, option, read_options
 from plumbing.errors import UserError, run_main
@@ -33,13 +39,6 @@ from plumbing.packing import round_up
 from plumbing.scheduler import Scheduler, Text
 from plumbing.terminal import note, print_answer
 from plumbing.threads import free_cores
-
-import torch
-from torch import Tensor
-
-import lossless
-from kv_cache import KVCache
-from model import Qwen2, load
 
 TOY = Path(__file__).parent / "toy" / "mars"
 METRICS = ("probability", "margin", "entropy")

@@ -11,11 +11,11 @@ and later ones overwrite it. So rejecting costs nothing, and rewinding a row is 
 (p: in the cache already, a: accepted last time, M: one of B = 3 masks, .: padding)
 """
 
-from plumbing.errors import UserError
-from plumbing.packing import round_up
-
 import torch
 from torch import Tensor
+
+from plumbing.errors import UserError
+from plumbing.packing import round_up
 
 
 class KVCache:

@@ -15,16 +15,16 @@ from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
-from plumbing.chat import MASK, Chat
-from plumbing.errors import UserError
-from plumbing.files import check_shapes, read_json, read_tensors
-from plumbing.hub import locate
-
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from plumbing.chat import MASK, Chat
+from plumbing.errors import UserError
+from plumbing.files import check_shapes, read_json, read_tensors
+from plumbing.hub import locate
 
 # ------------------------------------------------------------------------------------------- config
 

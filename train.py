@@ -29,6 +29,12 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Config, Qwen2, add_mask_token, config_json, initialize, load, read_config, visible
 from plumbing import processes
 from plumbing.arguments import Parser, find_device, number, path
 from plumbing.attention import attend_flex, block_mask, can_use_flex
@@ -40,13 +46,6 @@ from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate, grouped, packed, round_up
 from plumbing.runs import Run, identity
 from plumbing.threads import free_cores
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-
-from model import Config, Qwen2, add_mask_token, config_json, initialize, load, read_config, visible
 
 # ------------------------------------------------------------------------------------- two streams
 

@@ -11,16 +11,15 @@ import sys
 import time
 from collections import deque
 
+from tqdm import tqdm
+
+from decode import Answer, Decoder, Options, check_tau, load_for_decoding
 from plumbing.arguments import Parser, number, path, read_options
 from plumbing.chat import Chat
 from plumbing.data import Unusable
 from plumbing.errors import UserError, run_main
 from plumbing.prompts import encode_prompt, read_rows
 from plumbing.terminal import note, statistics
-
-from tqdm import tqdm
-
-from decode import Answer, Decoder, Options, check_tau, load_for_decoding
 
 
 def answer_all(decoder: Decoder, requests: list[tuple[dict, Answer]], chat: Chat) -> None:

@@ -9,13 +9,12 @@ import contextlib
 import sys
 from dataclasses import replace
 
+from decode import Answer, Decoder, Options, load_for_decoding
+from model import Qwen2
 from plumbing.arguments import Parser, read_options
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.terminal import note, print_answer
-
-from decode import Answer, Decoder, Options, load_for_decoding
-from model import Qwen2
 
 COMMANDS = "/tau 0.7 sets tau, /reset starts a new conversation"
 

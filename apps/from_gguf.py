@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from plumbing.chat import Chat
-from plumbing.files import save, write_json
-
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from tqdm import tqdm
+
+from plumbing.chat import Chat
+from plumbing.files import save, write_json
 
 CONTROL = 3  # the type of a special token in a GGUF file
 NAMES = {  # in a GGUF file: in a checkpoint

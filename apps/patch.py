@@ -9,15 +9,14 @@ BASE and TUNED are directories or hub ids. The patch fits only the base that it 
 import json
 from pathlib import Path
 
+import torch
+
+from model import config_json, load
 from plumbing.arguments import Parser, number, path
 from plumbing.errors import UserError, run_main
 from plumbing.files import check_shapes, save
 from plumbing.patch import apply_patch, fingerprint, make_patch, read_patch, write_patch
 from plumbing.terminal import note
-
-import torch
-
-from model import config_json, load
 
 NOT_OF_THE_BASE = ("block_size", "mask_token_id")  # what training, or loading, adds
 

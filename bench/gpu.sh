@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA GPU, in one call of about eight minutes; prints Markdown.
 #     pip install -r requirements.txt -r tests/requirements.txt -r bench/requirements.txt
-#     bench/gpu.sh > bench/results/gpu.md
+#     bench/gpu.sh > experiments/results/gpu.md
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1  # else a command's output would be lost at its time limit
@@ -18,4 +18,4 @@ step 100 python -m bench.speed --transformers --widths --shape 0.5B --compile --
 step 110 python -m bench.speed --transformers --widths --shape 7B --compile --rounds 3 --max-new 64 --rows 1
 step 60 python -m bench.speed --transformers --compile --rounds 3 --limit 16 --rows 1 8
 step 60 python -m bench.speed --lossless --rounds 3 --limit 50 --rows 1 8
-step 60 python -m bench.training_cost --shape 0.5B --shares 0.5
+step 60 python -m experiments.training_cost --shape 0.5B --shares 0.5

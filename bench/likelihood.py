@@ -12,17 +12,16 @@ KL(first || model) of what they predict. Intervals are 95 %, a bootstrap over ro
 import functools
 from typing import NamedTuple
 
-from plumbing.arguments import Parser, find_device, number, path
-from plumbing.data import Example, Unusable, encode
-from plumbing.errors import UserError, run_main
-from plumbing.jsonl import JsonlFile
-
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
 from bench.common import machine, table
 from model import Config, Qwen2, load
+from plumbing.arguments import Parser, find_device, number, path
+from plumbing.data import Example, Unusable, encode
+from plumbing.errors import UserError, run_main
+from plumbing.jsonl import JsonlFile
 
 RESAMPLES = 2000  # of the bootstrap
 

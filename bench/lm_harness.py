@@ -34,15 +34,14 @@ except ImportError:
         sys.exit("error: lm-eval is not installed: pip install -r bench/requirements.txt")
     raise
 
+from bench import common
+from decode import Answer, Decoder, Options
+from model import load
 from plumbing.arguments import Parser, find_device, number, path
 from plumbing.errors import UserError, run_main
 from plumbing.files import read_json
 from plumbing.jsonl import JsonlFile
 from plumbing.terminal import note
-
-from bench import common
-from decode import Answer, Decoder, Options
-from model import load
 
 METRICS = {  # the one that is printed for each task
     "ifeval": "prompt_level_strict_acc,none",

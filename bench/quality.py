@@ -17,15 +17,14 @@ import sys
 from dataclasses import fields
 from os.path import commonprefix  # of any two lists
 
-from plumbing.arguments import Parser, find_device
-from plumbing.errors import run_main
-
 import torch
 
 import lossless
 from bench import common
 from decode import Answer, Options, generate, is_plain_ar
 from model import Qwen2, load
+from plumbing.arguments import Parser, find_device
+from plumbing.errors import run_main
 
 TIE = 1e-4
 

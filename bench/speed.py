@@ -28,20 +28,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
+import torch
+
+from bench import common
+from decode import Answer, Decoder, Options
+from experiments.paper.drafts import WithDraft
+from kv_cache import KVCache
+from model import Qwen2, config_json, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.attention import attend_folded, fast_forwards, fold
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.processes import peak_memory
 from plumbing.scheduler import Text
-
-import torch
-
-from bench import common
-from bench.paper.drafts import WithDraft
-from decode import Answer, Decoder, Options
-from kv_cache import KVCache
-from model import Qwen2, config_json, load
 
 BLOCK_CACHES = (4, 8, 16, 32, 64, 128, 256)
 GUESS_TAUS = (0.5, 0.9)

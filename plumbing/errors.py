@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 
@@ -16,8 +15,6 @@ def run_main(
     out_of_memory: str = "use smaller batches, fewer rows or shorter texts",
 ) -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see plumbing/__init__.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     mend_streams()
     try:
         main()

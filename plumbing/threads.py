@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from . import is_own_command
-
 INTERVAL = 0.25  # seconds between two looks
 STAT = Path("/proc/stat")  # of Linux; elsewhere the number of threads stays torch's
 CHOSEN_BY_USER = any(name.startswith(("OMP_", "GOMP_", "MKL_")) for name in os.environ)
@@ -29,7 +27,7 @@ class FreeCores:
 
     def __init__(self):
         self.most = self.chosen = torch.get_num_threads()
-        self.enabled = is_own_command() and STAT.exists() and not CHOSEN_BY_USER
+        self.enabled = STAT.exists() and not CHOSEN_BY_USER
         self.then = self.look() if self.enabled else None
 
     def look(self) -> tuple[float, float]:

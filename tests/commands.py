@@ -9,9 +9,9 @@ import sys
 from typing import NamedTuple
 from unittest import mock
 
-from plumbing import errors
-
 from common import ROOT
+
+from plumbing import errors
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
 PROMPT += "How many plums does Mia have now?"

@@ -5,13 +5,12 @@ import os
 import random
 from pathlib import Path
 
-from plumbing.chat import Chat
-from plumbing.files import save
-from plumbing.packing import collate
-
 import torch
 
 from model import Config, Qwen2, config_json, initialize
+from plumbing.chat import Chat
+from plumbing.files import save
+from plumbing.packing import collate
 from train import PADDING, Batch
 
 ROOT = Path(__file__).parent.parent

@@ -7,14 +7,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from plumbing.chat import Chat
-
 import pytest
 import torch
 from common import BASE, save_model, tiny_model
 from training import plums
 
 from model import add_mask_token
+from plumbing.chat import Chat
 
 torch.set_num_threads(1)
 # Programs that the tests start inherit what is ignored, as in `nohup pytest &`; they are signalled.

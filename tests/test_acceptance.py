@@ -2,8 +2,6 @@
 
 import random
 
-from plumbing.errors import UserError
-
 import pytest
 import torch
 from common import MASK, random_prompt, tiny_model
@@ -22,6 +20,7 @@ from decode import (
     propose,
 )
 from lossless import dice
+from plumbing.errors import UserError
 
 
 def test_acceptance_by_hand():

@@ -2,8 +2,6 @@
 
 import random
 
-from plumbing.errors import UserError
-
 import pytest
 import torch
 from common import MASK, ROOT, cases, prompt_length, random_prompt, tiny_model, toy_prompts
@@ -19,6 +17,7 @@ from decoding import (
 
 from decode import METRICS, Answer, Decoder, Options, generate, is_plain_ar, naive
 from model import load
+from plumbing.errors import UserError
 
 
 @pytest.fixture(scope="module")

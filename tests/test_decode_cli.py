@@ -10,10 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from plumbing import arguments, errors, terminal
-from plumbing.chat import Chat
-from plumbing.errors import UserError
-
 import pytest
 import torch
 from commands import MARS, PROMPT, command, is_refused, process
@@ -21,6 +17,9 @@ from common import BASE, ROOT, save_model
 
 import decode
 from model import load
+from plumbing import arguments, errors, terminal
+from plumbing.chat import Chat
+from plumbing.errors import UserError
 
 TEXT = "The 5 bags hold 5 * 12 = 60 plums. Then Mia has 60 - 17 = 43 plums left. "
 TEXT += "So Mia has 43 plums now. The answer is 43.\n"

@@ -7,8 +7,6 @@ import re
 import shlex
 import sys
 
-from plumbing.errors import UserError
-
 import pytest
 import torch
 from commands import command
@@ -16,11 +14,12 @@ from common import ROOT
 
 from bench.common import SHAPES, config_of
 from model import Qwen2
+from plumbing.errors import UserError
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("docs/*.md")])
 PROGRAMS = ["decode.py", "train.py", "toy/make.py"]
 SOURCES = [ROOT / name for name in PROGRAMS]
-for folder in ("apps", "bench", "bench/paper"):
+for folder in ("apps", "bench", "experiments", "experiments/paper"):
     SOURCES += sorted((ROOT / folder).glob("*.py"))
 
 
@@ -35,7 +34,7 @@ def commands() -> list[str]:
             text = ast.get_docstring(ast.parse(text)) or ""
         text = text.replace("\\\n", " ")  # a long command on two lines
         for line in re.findall(r"(?:python|torchrun) [^`\n|>&#]*", text):
-            start = re.search(r"[\w/]+\.py\b|-m (apps|bench)\b", line)
+            start = re.search(r"[\w/]+\.py\b|-m (apps|bench|experiments)\b", line)
             if start:
                 words = line[start.start() :].rstrip(" ,;:)")
                 found[words.removesuffix(" ...")] = None

@@ -3,8 +3,6 @@
 import json
 import sys
 
-from plumbing import attention, data
-
 import pytest
 import torch
 from common import ROOT, toy_prompts
@@ -12,6 +10,7 @@ from common import ROOT, toy_prompts
 import train
 from decode import generate
 from model import load, visible
+from plumbing import attention, data
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,8 +2,6 @@
 
 import random
 
-from plumbing.errors import UserError
-
 import pytest
 import torch
 from common import MASK, cases, random_prompt, tiny_model
@@ -11,6 +9,7 @@ from common import MASK, cases, random_prompt, tiny_model
 from decode import Answer, Options
 from kv_cache import KVCache
 from model import visible
+from plumbing.errors import UserError
 
 
 def test_the_mask_of_the_loop_is_the_mask_rule():

@@ -5,8 +5,6 @@ import math
 import random
 from dataclasses import replace
 
-from plumbing.errors import UserError
-
 import pytest
 import torch
 from common import (
@@ -26,6 +24,7 @@ import decode
 import lossless
 from decode import Answer, Decoder, Options, generate
 from model import load, visible
+from plumbing.errors import UserError
 
 # ----------------------------------------------------------------------------- the four functions
 

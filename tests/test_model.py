@@ -2,9 +2,6 @@
 
 import random
 
-from plumbing.chat import Chat
-from plumbing.errors import UserError
-
 import pytest
 import torch
 import transformers
@@ -24,6 +21,8 @@ from model import (
     rotary,
     rotate,
 )
+from plumbing.chat import Chat
+from plumbing.errors import UserError
 
 
 def their_config(theta: float, kind=transformers.Qwen2Config, **changes):

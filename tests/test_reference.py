@@ -8,8 +8,6 @@ import json
 import os
 from pathlib import Path
 
-from plumbing.data import Example
-
 import pytest
 import torch
 from common import ROOT, unpacked
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 
 from decode import generate, naive
 from model import load_model
+from plumbing.data import Example
 from train import lay_out, losses, target_weights
 
 EXTRA = os.environ.get("MARS_FIXTURES", "").split(":")

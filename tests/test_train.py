@@ -5,8 +5,6 @@ import json
 import math
 import random
 
-from plumbing import attention
-
 import pytest
 import torch
 from common import ROOT, cases, tiny_model, unpacked
@@ -25,9 +23,10 @@ from training import (
 )
 
 import train
-from bench import training_cost
 from decode import generate
+from experiments import training_cost
 from model import MLP, load, visible
+from plumbing import attention
 from train import batches, lay_out, losses
 
 

@@ -11,9 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from plumbing.data import Example, Step
-from plumbing.jsonl import JsonlFile
-
 import torch
 import torch.nn.functional as F
 from commands import Done, command
@@ -22,6 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
 from model import Qwen2
+from plumbing.data import Example, Step
+from plumbing.jsonl import JsonlFile
 from train import batches, losses
 
 # ------------------------------------------------------------------------------ examples and data

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 HERE = Path(__file__).parent
 TEST_ROWS, TRAIN_ROWS = 500, 4000
-HARD_TEST_ROWS = 1000  # of bench.paper
+HARD_TEST_ROWS = 1000  # of experiments.paper
 VOCABULARY = 1024  # at most; the text yields fewer
 
 GIRLS = "Ada Mia Zoe Lena Nora Ruth Iris Emma Lily Anna Rosa Vera".split()
@@ -274,7 +274,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, help="write only a training file, of this many rows")
     parser.add_argument("--out", type=Path, default=HERE / "train.jsonl", help="its name")
-    parser.add_argument("--hard", action="store_true", help="the world of bench.paper")
+    parser.add_argument("--hard", action="store_true", help="the world of experiments.paper")
     args = parser.parse_args()
     default = args.out == parser.get_default("out")
     if args.rows is not None and args.rows < 1:

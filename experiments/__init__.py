@@ -1,0 +1,1 @@
+"""Measurements; each prints Markdown: `python -m bench.quality`, `python -m bench.speed`, ..."""

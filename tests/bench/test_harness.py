@@ -1,0 +1,98 @@
+"""bench/lm_harness.py: lm-eval gets what decode.py says, up to the first stop string."""
+
+import json
+
+import pytest
+from common import ROOT
+
+pytest.importorskip("lm_eval", reason="pip install -r bench/requirements.txt")
+
+from bench import lm_harness
+from bench.lm_harness import Mars, stop_at
+from decode import Options, generate
+from plumbing.errors import UserError
+
+DATA = ROOT / "bench/data"
+TASKS = ("gsm8k_cot", "bbh_cot_fewshot_boolean_expressions", "bbh_cot_fewshot_object_counting")
+
+
+@pytest.fixture
+def lm():
+    return Mars(str(ROOT / "toy/mars"), Options(tau=0.6, max_new=40), rows=3, device="cpu")
+
+
+class Request:
+    task_name = "some"
+
+    def __init__(self, context: str, **settings):
+        self.args = (context, settings)
+
+
+def test_all_tasks_end_to_end(tmp_path, monkeypatch, capsys):
+    """GSM8K, two tasks of BBH and our own: batched, from files, and with decode.py's own texts."""
+    words = ["--tasks", "gsm8k_cot", "bbh", "toy", "--data", DATA, "--limit", 3, "--max-new", 24]
+    words += ["--tau", 0.6, "--rows", 4, "--samples", tmp_path / "samples.jsonl", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words)])
+    lm_harness.main()
+    out = capsys.readouterr().out
+    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| tau")]
+    assert len(rows) == 1 and len(rows[0]) == 5
+    assert float(rows[0][3].split(",")[1]) > 2, "the toy model's own problems: several a forward"
+    samples = [json.loads(line) for line in open(tmp_path / "samples.jsonl")]
+    assert [s["task"] for s in samples] == [t for t in (*TASKS, "toy") for _ in range(3)]
+    lm = Mars(str(ROOT / "toy/mars"), Options(), device="cpu")
+    room = lm.model.config.max_position_embeddings - 24
+    for sample in samples:
+        ids = lm.chat.encode(sample["prompt"])[-room:]
+        [answer] = generate(lm.model, [ids], tau=0.6, max_new=24)
+        assert lm.chat.decode(answer.tokens).startswith(sample["answer"])
+    row = json.loads((ROOT / "toy/test.jsonl").read_text().splitlines()[2])
+    turns = [{"role": "user", "content": row["prompt"]}]
+    assert samples[-1]["prompt"] == lm.chat.prompt(turns)
+
+
+def test_stop_strings_cut_text_and_tokens_alike(lm):
+    question = "Mia has 5 bags with 12 plums in each. How many plums are there in the end?"
+    context = lm.apply_chat_template([{"role": "user", "content": question}])
+    [whole] = lm.generate_until([Request(context, until=[])])
+    everything = lm.counts.copy()
+    assert whole.startswith("The 5 bags hold 5 * 12 = 60 plums.")
+    for until, expected in ((["= "], "The 5 bags hold 5 * 12 "), ([" hold", "5 b"], "The ")):
+        lm.counts.clear()
+        assert lm.generate_until([Request(context, until=until)] * 4) == [expected] * 4
+        ids = lm.chat.encode(whole)
+        through = next(n for n in range(99) if stop_at(lm.chat.decode(ids[:n]), until) is not None)
+        assert lm.counts["tokens"] == 4 * through
+        assert lm.counts["forwards"] < 4 * everything["forwards"]
+    assert lm.generate_until([Request(context, until="60")]) == ["The 5 bags hold 5 * 12 = "]
+
+
+def test_one_token_mode_counts_one(lm):
+    lm.options.tau = 1.0
+    question = "Tom has 9 pens. He buys 4 more pens. How many pens are there in the end?"
+    context = lm.apply_chat_template([{"role": "user", "content": question}])
+    lm.generate_until([Request(context, until=["."])] * 5)
+    assert lm.counts["tokens"] == lm.counts["forwards"] > 5
+
+
+def test_a_turn_that_the_task_begins(lm):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]
+    text = lm.apply_chat_template(turns, add_generation_prompt=False)
+    assert text == lm.chat.prompt(turns[:1]) + "It is"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--tasks", "ifeval", "--data", DATA), "has only gsm8k_cot, bbh and toy, not ifeval"),
+        (("--tasks", "bbh", "--data", ROOT / "toy"), "toy/bbh: no .json there"),
+        (("--tasks", "gsm8k_cot", "--data", ROOT), "gsm8k/test.jsonl: no such file"),
+        (("--tasks", "humaneval_instruct"), "allow it with --run-code"),
+        (("--tasks", "toy", "--tau", "2"), "tau 2.0: must be between 0 and 1"),
+        (("--tasks", "toy", "--limit", "0"), "--limit: must be at least 1, not 0"),
+    ],
+)
+def test_bad_options(words, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words)])
+    with pytest.raises(UserError, match=message):
+        lm_harness.main()

@@ -1,0 +1,176 @@
+"""Chat prompts and tokens: those of transformers, and what a template or tokenizer may not do."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from common import BASE, ROOT, copy_tokenizer
+
+from model import add_mask_token, load
+from plumbing.chat import MASK, Chat
+from plumbing.errors import UserError
+
+QWEN_TEMPLATE = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
+
+CONVERSATIONS = {
+    "one turn": [{"role": "user", "content": "  Hi <|im_end|> there\n"}],
+    "several turns": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!\n\n你好 🙂"},
+        {"role": "user", "content": "12 + 5?"},
+    ],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    "tool": [{"role": "user", "content": "?"}, {"role": "tool", "content": "12"}],
+}
+
+OTHER = """{% for m in messages %}
+  {% if m.role == "user" %}
+    {{ eos_token }}{{ loop.index }} {{ m | tojson }}
+  {% else %}
+    {% continue %}
+  {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+Answer: {{ unknown_token }}
+{% endif %}
+"""  # what Qwen's template does not use: blocks on their own lines, tokens, tojson, loop controls
+
+
+@pytest.mark.parametrize("template", ["qwen2.5", "chatml", "other"])
+@pytest.mark.parametrize("where", ["settings", "file", "named"])
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
+    copy_tokenizer(tmp_path)
+    templates = {
+        "qwen2.5": QWEN_TEMPLATE.read_text(),
+        "chatml": Chat(BASE).template,
+        "other": OTHER,
+    }
+    text = templates[template]
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if where == "file":
+        (tmp_path / "chat_template.jinja").write_text(text)
+    elif where == "settings":
+        settings["chat_template"] = text
+    else:
+        settings["chat_template"] = [{"name": "default", "template": text}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert Chat(tmp_path).prompt(messages) == expected
+
+
+def test_a_directory_without_a_template_gets_chatml(tmp_path):
+    copy_tokenizer(tmp_path)
+    assert Chat(tmp_path).prompt(CONVERSATIONS["system"]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ raise_exception('only users here') }}", ": only users here"),
+        ("{{ messages.__class__.__mro__ }}", ""),  # the sandbox refuses this
+        ("{{ 1 / 0 }}", ": division by zero"),
+        ("{{ messages[0].content + 1 }}", ""),
+        ("{{ messages[7].content.x }}", ""),
+    ],
+)
+def test_templates_that_fail_in_any_way(tmp_path, template, message):
+    copy_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match="refuses this conversation" + message):
+        Chat(tmp_path).prompt(CONVERSATIONS["one turn"])
+
+
+def test_templates_that_cannot_be_read(tmp_path):
+    copy_tokenizer(tmp_path)
+    file = tmp_path / "chat_template.jinja"
+    for content in (b"\xff\xfe", b"{% for %}"):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="chat template is damaged"):
+            Chat(tmp_path)
+    file.unlink()
+    named = {"chat_template": [{"name": "tools", "template": ""}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(UserError, match="chat template is damaged"):
+        Chat(tmp_path)
+
+
+def test_a_tokenizer_of_another_model(checkpoint):
+    """Its ids would lie outside of the embedding: an IndexError at the first such token."""
+    model, chat = load(str(checkpoint))
+    matrix = model.model.embed_tokens
+    matrix.weight = torch.nn.Parameter(matrix.weight[:100])
+    model.config.vocab_size = 100
+    with pytest.raises(UserError, match="the tokenizer's id 631 exceeds vocab_size 100"):
+        add_mask_token(model, chat)
+
+
+def test_a_tokenizer_whose_ids_have_gaps(tmp_path):
+    """The mask took the id of an existing token, which then could never be said."""
+    shutil.copytree(ROOT / "toy/mars", tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != MASK]
+    tokenizer["model"]["vocab"].pop(MASK, None)
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match=r"ids have gaps: <\|mask\|> would share id 631"):
+        load(str(tmp_path))
+
+
+def without_mask(tokenizer: dict, mask_id: int) -> dict:
+    """The content of tokenizer.json up to mask_id; the mask is not in it."""
+    added = [token for token in tokenizer["added_tokens"] if token["id"] != mask_id]
+    vocab = tokenizer["model"]["vocab"]
+    smaller = {token: id for token, id in vocab.items() if id < mask_id}
+    model = tokenizer["model"] | {"vocab": smaller, "merges": []}
+    return tokenizer | {"added_tokens": added, "model": model}
+
+
+def test_tokens_that_other_files_list(tmp_path):
+    """added_tokens.json or tokenizer_config.json may have the mask, and tokenizer.json may not."""
+    copy_tokenizer(tmp_path)
+    tokenizer = tmp_path / "tokenizer.json"
+    settings = tmp_path / "tokenizer_config.json"
+    added_tokens = tmp_path / "added_tokens.json"
+    mask_id = Chat(tmp_path).mask_id
+    whole = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(without_mask(whole, mask_id)))
+    assert Chat(tmp_path).mask_id is None
+
+    extra = {"<|extra|>": mask_id + 1, "<|mask|>": mask_id}
+    added_tokens.write_text(json.dumps(extra))
+    chat = Chat(tmp_path)
+    assert chat.mask_id == mask_id and chat.encode("<|extra|>") == [mask_id + 1]
+
+    added_tokens.unlink()
+    listed = {str(id): {"content": token, "special": True} for token, id in extra.items()}
+    settings.write_text(json.dumps({"added_tokens_decoder": listed}))
+    assert Chat(tmp_path).mask_id == mask_id
+
+    settings.write_text("{}")
+    added_tokens.write_text(json.dumps({"<|mask|>": mask_id + 7}))
+    with pytest.raises(UserError, match=f"<.mask.> is listed as {mask_id + 7}, but is {mask_id}"):
+        Chat(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "added, settings",
+    [
+        ('{"<|mask|>": "four"}', "{}"),
+        ('{"<|mask|>": null}', "{}"),
+        ("{}", '{"added_tokens_decoder": {"5": {"content": 7}}}'),
+        ("{}", '{"added_tokens_decoder": ["<|mask|>"]}'),
+    ],
+)
+def test_lists_of_tokens_that_are_damaged(tmp_path, added, settings):
+    copy_tokenizer(tmp_path)
+    (tmp_path / "added_tokens.json").write_text(added)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(UserError, match="its list of added tokens is damaged"):
+        Chat(tmp_path)

@@ -1,0 +1,211 @@
+"""Directories of models: what loading refuses and accepts, and what a failed save leaves."""
+
+import json
+import stat
+
+import pytest
+import torch
+from common import ROOT, save_model
+from safetensors.torch import load_file, save_file
+
+from model import load, read_config
+from plumbing.errors import UserError
+
+
+def edit_config(directory, **changes) -> None:
+    config = json.loads((directory / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(directory, change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+# ----------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, "rope_type 'llama3'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"use_sliding_window": True, "max_window_layers": 0}, "sliding-window"),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear'"),
+        ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta is missing"),
+        ({"hidden_size": "absent"}, "hidden_size is missing"),
+        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number above 0"),
+        ({"num_attention_heads": 3}, "hidden_size must be a multiple of 2 . num_attention_heads"),
+        ({"num_attention_heads": 16}, "hidden_size must be a multiple of 2 . num_attention_heads"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
+        ({"rope_theta": "1e4", "rope_parameters": "absent"}, "rope_theta '1e4': must be a number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
+        ({"block_size": -4}, "block_size -4: must be a whole number above 0"),
+        ({"rope_parameters": "default"}, "config.json: "),
+        ({"use_sliding_window": True, "layer_types": 3}, "config.json: "),
+        ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
+        (
+            {"intermediate_size": 8},
+            r"mlp.down_proj.weight: expected \(\d+, 8\), found \(\d+, \d\d\)",
+        ),
+        ({"num_hidden_layers": 9}, r"tensor model.layers.\d.* found none"),
+        ({"tie_word_embeddings": False}, "tensor lm_head.weight: .* found none"),
+    ],
+)
+def test_configs_that_are_refused(checkpoint, changes, message):
+    if "rope_scaling" in changes:
+        edit_config(checkpoint, rope_parameters="absent")
+    edit_config(checkpoint, **changes)
+    with pytest.raises(UserError, match=message):
+        load(str(checkpoint))
+
+
+@pytest.mark.parametrize("eos", [[], ["2"], "2", [9999], [-1]])
+def test_ends_that_could_not_end_a_turn(checkpoint, eos):
+    """Such a model would run on to the limit without a word."""
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UserError, match="no tokens that could end a turn"):
+        load(str(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_json_that_is_no_object(checkpoint, name):
+    (checkpoint / name).write_text("[]")
+    with pytest.raises(UserError, match=f"{name}: expected a JSON object"):
+        load(str(checkpoint))
+
+
+def test_config_forms_that_are_accepted(checkpoint):
+    """The paper's model type, theta in either place, other keys that change nothing."""
+    theta = json.loads((checkpoint / "config.json").read_text())["rope_theta"]
+    for changes in (
+        {"model_type": "a2d-qwen2", "torch_dtype": "absent", "dtype": "bfloat16"},
+        {"rope_parameters": "absent"},
+        {"rope_theta": "absent", "rope_parameters": {"rope_theta": theta}},
+        {"rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False},
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
+        {"use_sliding_window": True, "layer_types": "absent", "max_window_layers": 99},
+    ):
+        edit_config(checkpoint, **changes)
+        assert load(str(checkpoint))[0].config.rope_theta == theta
+        edit_config(checkpoint, rope_theta=theta)
+
+
+def test_key_heads_that_are_left_out_are_as_many_as_the_query_heads(checkpoint):
+    """As transformers reads such a config.json."""
+    assert read_config(checkpoint).num_key_value_heads == 2
+    edit_config(checkpoint, num_key_value_heads="absent")
+    config = read_config(checkpoint)
+    assert config.num_key_value_heads == config.num_attention_heads == 4
+
+
+def test_one_end_of_turn_or_several(checkpoint):
+    """generation_config.json decides, if there is one; else config.json."""
+    generation = checkpoint / "generation_config.json"
+    generation.write_text('{"eos_token_id": 5}')
+    assert load(str(checkpoint))[0].config.eos_token_id == (5,)
+    before = json.loads((checkpoint / "config.json").read_text())["eos_token_id"]
+    generation.write_text("{}")
+    assert list(load(str(checkpoint))[0].config.eos_token_id) == before
+    generation.unlink()
+    edit_config(checkpoint, eos_token_id=[2, 0])
+    assert load(str(checkpoint))[0].config.eos_token_id == (2, 0)
+    edit_config(checkpoint, eos_token_id=None)
+    with pytest.raises(UserError, match="no tokens that could end a turn"):
+        load(str(checkpoint))
+
+
+def test_weights_that_are_refused(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    edit_tensors(checkpoint, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(UserError, match="tensor model.norm.weight: expected .* found none"):
+        load(str(checkpoint))
+    weights.write_bytes(whole)
+    bias = "model.layers.0.self_attn.q_proj.bias"  # zeros take its place in a Llama only
+    edit_tensors(checkpoint, lambda tensors: tensors.pop(bias))
+    with pytest.raises(UserError, match="q_proj.bias: expected .* found none"):
+        load(str(checkpoint))
+    weights.write_bytes(whole)
+    edit_tensors(checkpoint, lambda tensors: tensors.update(surplus=torch.zeros(2)))
+    with pytest.raises(UserError, match="tensor surplus: expected no such tensor"):
+        load(str(checkpoint))
+    for damaged in (whole[: len(whole) // 2], b"", b"not weights"):
+        weights.write_bytes(damaged)
+        with pytest.raises(UserError, match="model.safetensors: damaged"):
+            load(str(checkpoint))
+    weights.unlink()
+    with pytest.raises(UserError, match="model.safetensors: no such file"):
+        load(str(checkpoint))
+    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.st"}}')
+    with pytest.raises(UserError, match="gone.st: no such file"):
+        load(str(checkpoint))
+
+
+def test_a_name_that_is_neither_directory_nor_hub_id():
+    with pytest.raises(UserError, match="no such directory, and not a hub id"):
+        load("no/such/directory")
+    with pytest.raises(UserError, match="toy/test.jsonl: is a file; name the directory"):
+        load(str(ROOT / "toy/test.jsonl"))
+
+
+# ------------------------------------------------------------------------------------------ saving
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
+    """Disk full in the middle of the weights: all old files whole, of one save, nothing else left.
+
+    The config once was replaced before the weights were written: a new one with old weights.
+    """
+    model, chat = load(str(checkpoint))
+    model.config.block_size = 99
+    chat.template = "changed"
+    before = {path: path.read_bytes() for path in checkpoint.iterdir()}
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("plumbing.files.save_file", full)
+    with pytest.raises(UserError, match="not saved .*No space left"):
+        save_model(model, chat, checkpoint)
+    assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_a_file_where_a_directory_should_be(checkpoint):
+    model, chat = load(str(checkpoint))
+    below_a_file = checkpoint / "config.json" / "below"
+    with pytest.raises(UserError, match="config.json/below: nothing can be saved there"):
+        save_model(model, chat, below_a_file)
+
+
+def test_nothing_is_replaced_before_all_is_written(checkpoint, monkeypatch):
+    """Killed between writing and renaming: whoever reads the directory still finds the old file."""
+    model, chat = load(str(checkpoint))
+    before = (checkpoint / "model.safetensors").read_bytes()
+    model.model.norm.weight.data += 1
+
+    def killed(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", killed)
+        save_model(model, chat, checkpoint)
+    assert (checkpoint / "model.safetensors").read_bytes() == before
+    save_model(model, chat, checkpoint)
+    assert (checkpoint / "model.safetensors").read_bytes() != before
+
+
+def test_everybody_may_read_the_weights_who_may_read_the_config(checkpoint):
+    """safetensors makes files that only their owner may read."""
+    modes = set()
+    for path in checkpoint.iterdir():
+        modes.add(stat.S_IMODE(path.stat().st_mode))
+    assert len(modes) == 1

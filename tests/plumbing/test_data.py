@@ -1,0 +1,279 @@
+"""Training data: the rows of a JSONL file, what of them is trained, the stream of steps."""
+
+import gzip
+import itertools
+import json
+import os
+
+import pytest
+import torch
+from common import ROOT
+from training import arguments, write
+
+from model import load
+from plumbing.chat import Chat
+from plumbing.data import Dataset, Example, Unusable, encode
+from plumbing.errors import UserError
+from plumbing.jsonl import JsonlFile
+from train import batches, losses
+
+EOS = 2  # of the toy tokenizer
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat(ROOT / "toy/base")
+
+
+def response(example: Example) -> list[int]:
+    return example.tokens[example.prompt :]
+
+
+# -------------------------------------------------------------------------------------- the file
+
+
+def test_rows_are_found_by_byte_offset(tmp_path):
+    """Characters of several bytes, blank lines, Windows line ends, no newline at the end."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"a": "né 🙂"}\n\n{"a": "2"}\r\n   \n{"a": "三"}'.encode())
+    rows = JsonlFile(path)
+    assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path):
+    rows = write(tmp_path / "d.jsonl", [{"a": 1}, {"a": 2}])
+    rows.path.write_bytes(b'{"a": 1}\n{"a"')
+    with pytest.raises(UserError, match="d.jsonl:byte 9, changed since the start: not JSON"):
+        rows[1]
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it does not wait
+    with pytest.raises(UserError, match="pipe: cannot be read"):
+        JsonlFile(tmp_path / "pipe")
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "empty"),
+        (b'{"a": 1}\n{"a": \n', r"bad.jsonl:2: not JSON"),
+        (b'{"a": 1}\n\n[1, 2]\n', r"bad.jsonl:3: not a JSON object"),
+        (b"\xff\xfe{\x00", r"bad.jsonl:1: not JSON"),
+        (b'{"a": "\x00"}\n', r"bad.jsonl:1: not JSON"),  # a NUL as it is; as \u0000 it is text
+        (b'{"a": "1"}\r\n{"a": "2', r"bad.jsonl:2: not JSON"),  # a download that broke off
+        (gzip.compress(b'{"a": "1"}\n', mtime=0), "bad.jsonl:1: not JSON .*compressed or parquet?"),
+        (b"PAR1\x15\x04", "bad.jsonl:1: not JSON .*unpack or convert it to JSONL"),
+    ],
+)
+def test_bad_data_files(tmp_path, content, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        JsonlFile(path)
+
+
+# -------------------------------------------------------------------------------------- a row
+
+
+def test_the_last_assistant_turn_is_trained(chat):
+    user, assistant = ({"role": r, "content": f"the {r}"} for r in ("user", "assistant"))
+    last = {"role": "assistant", "content": "So Mia has 12 plums."}
+    row = {"messages": [user, assistant, user, last, {"role": "user", "content": "Thanks!"}]}
+    example = encode(row, chat, EOS, 512)
+    assert chat.decode(response(example)) == "So Mia has 12 plums."
+    assert example.tokens[-1] == EOS
+    assert example.tokens[: example.prompt] == chat.encode(chat.prompt([user, assistant, user]))
+    pair = encode({"prompt": "the user", "response": "So Mia has 12 plums."}, chat, EOS, 512)
+    assert pair == encode({"messages": [user, last]}, chat, EOS, 512)
+
+
+def test_a_cut_response_has_no_end_of_turn_target(chat):
+    row = {"prompt": "How many?", "response": "So Mia has 12 plums now."}
+    whole = encode(row, chat, EOS, 512)
+    cut = encode(row, chat, EOS, len(whole.tokens) - 1)
+    assert cut.tokens == whole.tokens[:-1] and EOS not in response(cut)
+
+
+def test_an_answer_that_ran_out_of_room_has_no_end_of_turn_target(chat):
+    """Training on a model's own answers once taught it to stop in the middle of a sentence.
+
+    Rows whose finish_reason is "length" were cut at max_new: an end of turn after them is wrong.
+    """
+    row = {"prompt": "How many?", "response": "So Mia has 12"}
+    stopped = encode({**row, "finish_reason": "stop"}, chat, EOS, 512)
+    cut = encode({**row, "finish_reason": "length"}, chat, EOS, 512)
+    assert stopped == encode(row, chat, EOS, 512) and stopped.tokens[-1] == EOS
+    assert cut.tokens == stopped.tokens[:-1] and cut.prompt == stopped.prompt
+
+
+def test_an_answered_conversation_is_trained(chat):
+    """{"messages": [..., user], "response": ...}, as apps.batch writes, was once unusable.
+
+    With an assistant's turn in the messages, that older turn was trained instead of the response.
+    """
+    user = {"role": "user", "content": "the user"}
+    assistant = {"role": "assistant", "content": "the assistant"}
+    reply = {"role": "assistant", "content": "So Mia has 12 plums."}
+    for messages in ([user], [user, assistant, user]):
+        row = {"id": 1, "messages": messages, "response": reply["content"], "tokens": 9}
+        expected = encode({"messages": [*messages, reply]}, chat, EOS, 512)
+        assert encode(row, chat, EOS, 512) == expected
+
+
+def test_unusable_rows_say_why(chat):
+    turn = {"role": "user", "content": "Hi"}
+    reply = {"role": "assistant", "content": "Hello"}
+    for row, reason in (
+        ({"text": "Hi"}, "neither messages nor prompt and response"),
+        ({"messages": ["Hi"]}, "neither messages"),
+        ({"prompt": "Hi"}, "neither messages nor prompt and response"),
+        ({"prompt": "Hi", "response": None}, "content that is not text"),
+        ({"prompt": "Hi", "response": ""}, "an empty response"),
+        ({"messages": []}, "no assistant turn"),
+        ({"messages": [turn]}, "no assistant turn"),
+        ({"messages": [turn, {**reply, "content": None}]}, "content that is not text"),
+        ({"messages": [turn, {**reply, "function_calls": "f(1)"}, turn, reply]}, "a tool call"),
+        ({"messages": [turn, {**reply, "tool_calls": [{}]}, turn, reply]}, "a tool call"),
+        ({"prompt": "Hi", "response": "half \ud83d"}, "refused by the chat template or the token"),
+        ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
+        ({"prompt": "Hi", "response": "<|im_end|>"}, "a mask or end-of-turn token"),
+        ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 tokens or more"),
+    ):
+        with pytest.raises(Unusable, match=reason):
+            encode(row, chat, EOS, 512)
+
+
+@pytest.mark.parametrize("field", ["prompt", "response"])
+def test_a_huge_row_is_not_tokenized_whole(chat, monkeypatch, field):
+    """A row of 20 MB once took 43 seconds, of which all but the first 512 tokens were thrown away.
+
+    What the tokenizer is given is counted here, and the tokens that are kept are the same.
+    """
+    text = "So Mia has 12 plums now. " * 800_000
+    part = text[:4000]  # more than 512 tokens
+    short = {"prompt": "How many?", "response": "So Mia"}
+    given = []
+    plain = Chat.encode
+
+    def counted(self, text):
+        given.append(len(text))
+        return plain(self, text)
+
+    expected = None
+    if field == "response":
+        expected = encode({**short, "response": part}, chat, EOS, 512)
+    monkeypatch.setattr(Chat, "encode", counted)
+    if field == "response":
+        assert encode({**short, "response": text}, chat, EOS, 512) == expected
+    else:
+        with pytest.raises(Unusable, match="prompt of .* tokens or more"):
+            encode({**short, "prompt": text}, chat, EOS, 512)
+    assert sum(given) < 100_000
+
+
+@pytest.mark.parametrize("characters_per_token", [1, 64])
+def test_the_start_of_a_text_gets_the_tokens_of_the_whole(chat, monkeypatch, characters_per_token):
+    """Also where the cut falls into long runs of one character, and where tokens are long."""
+    monkeypatch.setattr("plumbing.data.CHARACTERS_PER_TOKEN", characters_per_token)
+    prompt = len(chat.encode(chat.prompt([{"role": "user", "content": "?"}])))
+    for text in ("plums " * 900, " " * 5000, "aaaa" * 1500, "12" * 3000, "🙂" * 900, "\n " * 3000):
+        for room in (1, 7, 20):
+            example = encode({"prompt": "?", "response": text}, chat, EOS, prompt + room)
+            assert response(example) == chat.encode(text)[:room]
+
+
+def test_every_kind_of_row_there_is(chat, tmp_path):
+    """What a dump of the web holds, in one file with a BOM and Windows line ends.
+
+    What can be trained on is trained on, token for token as it is written; the rest is counted.
+    """
+    ask = {"role": "user", "content": "Hi\n\n"}
+    fine = [
+        {"prompt": "السلام عليكم، كيف الحال؟", "response": "你好！नमस्ते, שלום, γειά σου"},
+        {"prompt": "🙂👩‍👩‍👧‍👦🇺🇳", "response": "e\u0301 \u202e\u200b\ufeff\u2028\u0085 ok"},
+        {"prompt": "a\u0000b", "response": "\u0000\u0007\t\r\n\x7f"},
+        {"prompt": "", "response": " "},
+        {"prompt": "<|im_end|><|mask|>", "response": "{{ 1/0 }} {% raise %} <|im_start|>"},
+        {"prompt": "long", "response": "So Mia has 12 plums. " * 5000},
+        {"prompt": "?", "response": "!", "extra": {"deep": [[[[None]]]]}},
+        {"messages": [{"role": "system", "content": ""}, ask, {"role": "assistant"}]},
+    ]
+    fine[-1]["messages"][-1] |= {"content": "Yes", "function_calls": None, "functions": None}
+    bad = [
+        {"messages": [ask, {"role": "assistant", "content": None, "function_calls": "f()"}]},
+        {"messages": [{"role": "environment", "content": "{}"}]},
+        {"messages": [{"role": "user"}, {"role": "assistant", "content": "!"}]},
+        {"messages": "user: ?"},
+        {"messages": None},
+        {"prompt": "x" * 100_000, "response": "!"},
+        {"prompt": ["?"], "response": "!"},
+        {"prompt": "?", "response": "!<|im_end|>!"},
+        {},
+    ]
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(fine + bad)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    data = Dataset(JsonlFile(path), chat, EOS, phases=4, max_length=512, seed=0, held_out=0)
+    _, (examples, consumed, skipped) = itertools.islice(data.steps(len(fine)), 2)
+    assert len(lines) < consumed <= 2 * len(lines) and sum(skipped.values()) == len(bad)
+    found = {tuple(response(example)) for example in examples}
+    for row in fine:
+        text = row["response"] if "response" in row else row["messages"][-1]["content"]
+        expected = (*chat.encode(text), EOS)
+        trained = {tokens for tokens in found if tokens == expected[: len(tokens)]}
+        assert trained
+        found -= trained
+    assert not found
+    model = load(str(ROOT / "toy/draft"))[0]
+    with torch.no_grad():
+        both = [losses(model, batch) for batch in batches(examples, model.config, arguments())]
+    assert all(noisy.isfinite() and clean.isfinite() for noisy, clean in both)
+
+
+def test_a_turn_that_the_template_drops(chat, tmp_path):
+    """Qwen2.5's shows no role that it does not know, without a word; ChatML shows all of them."""
+    template = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
+    (tmp_path / "chat_template.jinja").write_bytes(template.read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((ROOT / "toy/base/tokenizer.json").read_bytes())
+    tool = {"role": "environment", "content": " 12 "}
+    row = {"messages": [{"role": "user", "content": "Hi"}, tool]}
+    row["messages"].append({"role": "assistant", "content": "Hello"})
+    assert "12" in chat.decode(encode(row, chat, EOS, 512).tokens)
+    with pytest.raises(Unusable, match="a turn that the chat template drops"):
+        encode(row, Chat(tmp_path), EOS, 512)
+
+
+# -------------------------------------------------------------------------------------- the stream
+
+
+def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
+    """Shuffled anew each epoch, held-out rows never among them, the same on every run."""
+    rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(50)])
+    data = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, held_out=5)
+    stream = data.steps(15)
+    epochs = [[e for _ in range(3) for e in next(stream).examples] for _ in range(3)]
+    texts = [[chat.decode(response(e)) for e in epoch] for epoch in epochs]
+    held_out = {chat.decode(response(e)) for e in data.held_out}
+    assert len(held_out) == 5
+    assert all(sorted(t) == sorted(set(map(str, range(50))) - held_out) for t in texts)
+    assert texts[0] != texts[1] != texts[2]
+    phases = [[e.phase for e in epoch] for epoch in epochs]
+    assert phases[0] != phases[1] and {0, 1, 2, 3} == set(phases[0])
+    for consumed in (0, 15, 45, 60):
+        again = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, held_out=5)
+        step = next(again.steps(15, consumed))
+        assert step.examples == (epochs[0] + epochs[1])[consumed : consumed + 15]
+    other = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=1, held_out=5)
+    assert {chat.decode(response(e)) for e in other.held_out} != held_out
+    assert [e.phase for e in next(other.steps(45)).examples] != phases[0]
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_a_file_without_a_usable_row_stops(chat, tmp_path, count):
+    """With held-out rows among the skipped ones, the run once looked for a usable row forever."""
+    rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * count)
+    with pytest.raises(UserError, match=f"no usable row: {count} neither messages"):
+        Dataset(rows, chat, EOS, phases=1, max_length=512, seed=0, held_out=64)

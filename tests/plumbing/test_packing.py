@@ -1,0 +1,114 @@
+"""How the examples of a step become forwards: packed into rows, or next to others like them."""
+
+import math
+import random
+
+import torch
+from common import cases, random_prompt, tiny_model, unpacked
+from training import arguments, random_example, whole_step
+
+import train
+from plumbing.data import Example
+from plumbing.packing import pack, round_up
+from train import batches, lay_out, losses
+
+
+def test_round_up():
+    assert [round_up(n, 32) for n in (0, 1, 31, 32, 33)] == [0, 32, 32, 32, 64]
+
+
+def test_packing():
+    """Every example once, no row too full, and nearly as few rows as there could be."""
+    for seed in cases(50, 500):
+        rng = random.Random(seed)
+        width = rng.choice([32, 128, 1024])
+        lengths = [rng.randint(1, width) for _ in range(rng.randint(1, 200))]
+        rows = pack(lengths, width)
+        assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+        filled = [sum(lengths[i] for i in row) for row in rows]
+        assert all(0 < length <= width for length in filled)
+        fewest = max(math.ceil(sum(lengths) / width), sum(2 * length > width for length in lengths))
+        assert len(rows) <= 11 / 9 * fewest + 1
+        # never could one row hold two of them
+        assert len(rows) == 1 or min(filled) + sorted(filled)[1] > width
+
+
+def test_the_forwards_of_a_step():
+    """As many in every process, or they would wait for each other forever; and little padding.
+
+    Packed, they have one shape. Otherwise rows of similar length share a forward.
+    """
+    for seed in cases(20, 200):
+        rng = random.Random(seed)
+        worlds = 1 + seed % 4
+        config = tiny_model(rng).config
+        config.block_size = rng.randint(1, 8)
+        examples = []
+        for _ in range(rng.randint(worlds, 128)):
+            tokens = random_prompt(rng, 2 + rng.randint(5, 400))
+            examples.append(Example(tokens, rng.randint(1, 5)))
+        args = arguments("--batch-tokens", rng.choice([1024, 4096]))
+        total = sum(train.stream_length(e, config.block_size) for e in examples)
+        for longest in (810, 0):
+            each = [batches(examples, config, args, r, worlds, longest) for r in range(worlds)]
+            assert len({len(forwards) for forwards in each}) == 1
+            forwards = [batch for some in each for batch in some]
+            assert total == sum(int((batch.doc >= 0).sum()) for batch in forwards)
+            for batch in forwards:
+                rows, width = batch.tokens.shape
+                assert width % 32 == 0 and rows * width <= max(width, args.batch_tokens)
+            if longest:
+                [(rows, width)] = {tuple(batch.tokens.shape) for batch in forwards}
+                assert (rows, width) == (max(1, args.batch_tokens // 1216), 1216)
+                spare = len(each[0]) * worlds + 1  # a row for each forward, at worst, and the last
+                assert rows * len(forwards) <= 1.25 * total / width + spare * rows
+            else:
+                for batch in forwards:
+                    real = (batch.doc >= 0).sum(1)
+                    assert len(real) == 1 or real.min() >= 7 / 8 * batch.tokens.size(1) - 32
+                assert {int(batch.doc.max()) for batch in forwards} <= {0, -1}
+        if len(examples) >= 8 * worlds:  # none of the processes is left without work
+            shares = [sum(int((b.doc >= 0).sum()) for b in some) for some in each]
+            assert min(shares) > 0
+
+
+def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
+    """Both losses and the gradient of a step: a forward for each example."""
+    expected = 0
+    weights = train.target_weights(examples, args.normalization)
+    for example, weight in zip(examples, weights):
+        layout = lay_out(example, model.config.block_size, 1, weight)
+        layout = layout._replace(
+            noisy_weight=layout.noisy_weight.double(), clean_weight=layout.clean_weight.double()
+        )
+        model.zero_grad()
+        noisy, clean = losses(model, unpacked([layout]))
+        (noisy + args.ar_weight * clean).backward()
+        gradients = [weight.grad.flatten() for weight in model.parameters()]
+        expected = expected + torch.cat([noisy.detach()[None], clean.detach()[None], *gradients])
+    return expected
+
+
+def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
+    """Against a forward for each example: any packing, accumulation, number of processes, size of
+    a chunk of logits; in both normalisations, and for stage 1."""
+    shared = 0
+    for seed in cases(8, 100):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        block = rng.randint(1, 8)
+        examples = [random_example(rng, block) for _ in range(rng.randint(3, 9))]
+        normalization = rng.choice(["sequence", "token"])
+        args = arguments("--ar-weight", rng.random(), "--normalization", normalization)
+        model.config.block_size = rng.choice([block, block, None])
+        expected = one_by_one(model, examples, args)
+        for _ in range(3):
+            args.batch_tokens = rng.choice([1, 128, 300, 512, 2000])
+            monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
+            worlds = rng.randint(1, 3)
+            longest = rng.choice([0, 100, 150])
+            found = whole_step(model, examples, args, worlds, longest)
+            assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+            first = batches(examples, model.config, args, 0, worlds, longest)
+            shared += sum(int(batch.doc.max() > 0) for batch in first)
+    assert shared > 10  # rows that several examples share

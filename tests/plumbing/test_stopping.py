@@ -1,0 +1,256 @@
+"""How a training run ends before its end: signals, readers that go away; and two runs at once."""
+
+import errno
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import termios
+from pathlib import Path
+
+import pytest
+from commands import is_refused
+from common import ROOT
+from training import (
+    DRAFT,
+    checkpoints,
+    contents,
+    finish,
+    log,
+    num_logged,
+    run_train,
+    start,
+    wait_for,
+)
+
+import train
+from plumbing import runs
+from plumbing.errors import UserError
+from plumbing.runs import Run, StopSignal
+
+# A step that takes forever, in one call of C.
+ENDLESS = "import time, train; from plumbing.errors import run_main; "
+ENDLESS += "train.learning_rate = lambda *_: print('asleep', flush=True) or time.sleep(600); "
+ENDLESS += "run_main(train.main)"
+
+
+@pytest.fixture
+def live(data, out):
+    """A run of its own process that would go on for long."""
+    process = start(*DRAFT, "--data", data, "--out", out, "--steps", 100_000)
+    wait_for(lambda: num_logged(out) >= 3, process)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def assert_saved(out: Path) -> None:
+    """There is a log, and a checkpoint and a model of its last step."""
+    records = log(out)
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert checkpoints(out)[-1] == f"step-{len(records):08d}"
+    assert (out / "model.safetensors").exists()
+    assert not list(out.rglob("*.tmp"))
+
+
+# -------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_interrupting_training_says_what_there_is(data, out, monkeypatch, presses):
+    """Ctrl-C in the third step finishes that step and saves it; pressed again, it does not wait."""
+    learning_rate = train.learning_rate  # is called once a step
+    calls = []
+
+    def third_is_interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+        return learning_rate(*args)
+
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 5, "--save-every", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "learning_rate", third_is_interrupted)
+        done = run_train(*words)
+    steps = 3 if presses == 1 else 2
+    assert done.status == 130 and "Traceback" not in done.err
+    assert f"{steps} steps; {out} holds the model of step {steps}" in done.out
+    assert num_logged(out) == steps
+    for more, message in (
+        ((), "out: has an unfinished run; --resume it, --overwrite it, or choose another"),
+        (("--resume", "--lr", 0.1), f"--lr 0.1: the run in {out} has 5e-06"),
+    ):
+        assert is_refused(run_train(*words, *more), message)
+    done = run_train(*words, "--resume")
+    assert done.status == 0 and f"resumed at step {steps}" in done.out and "5 steps; " in done.out
+    assert run_train(*words, "--overwrite").status == 0
+    assert num_logged(out) == 5
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def own_handlers():
+    """Handlers that do nothing, so that no signal can end the tests."""
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    yield {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_the_first_signal_gives_the_others_back(own_handlers, number):
+    """After the first signal, all of them do again what they did before the run."""
+    stop = StopSignal()
+    assert stop.number == 0
+    os.kill(os.getpid(), number)
+    assert stop.number == number
+    assert {n: signal.getsignal(n) for n in SIGNALS} == own_handlers
+
+
+def test_a_second_signal_stops_at_once(data, out):
+    """A second SIGTERM once only raised KeyboardInterrupt, which Python may swallow or delay."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 3)
+    process = start(*words, script=("-c", ENDLESS))
+    assert "parameters" in process.stdout.readline()
+    assert process.stdout.readline() == "asleep\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stopping after this step\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert checkpoints(out) == []
+
+
+def test_a_hang_up_saves(live, out):
+    """SIGHUP, from a terminal that is closed, once lost everything since the last checkpoint."""
+    live.send_signal(signal.SIGHUP)
+    said, err = live.communicate(timeout=60)
+    assert live.returncode == 128 + signal.SIGHUP and "Traceback" not in err
+    assert f"holds the model of step {num_logged(out)}" in said
+    assert_saved(out)
+
+
+def test_a_terminal_that_is_closed(data, out):
+    """A real one: every print and the progress bar fail as well, and the checkpoint must not."""
+    terminal, inside = pty.openpty()
+    process = start(
+        *(*DRAFT, "--data", data, "--out", out, "--steps", 100_000),
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(inside)
+    os.set_blocking(terminal, False)
+    wait_for(lambda: drain(terminal) or num_logged(out) >= 3, process)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert_saved(out)
+
+
+def drain(terminal: int) -> None:
+    """Read what was written, or the writer would wait."""
+    try:
+        os.read(terminal, 2**16)
+    except OSError:  # nothing was written
+        pass
+
+
+def test_under_nohup(data, out):
+    """A hang-up that the run was told to ignore stays ignored."""
+    process = start(
+        *(*DRAFT, "--data", data, "--out", out, "--steps", 100_000),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    wait_for(lambda: num_logged(out) >= 3, process)
+    process.send_signal(signal.SIGHUP)
+    before = num_logged(out)
+    wait_for(lambda: num_logged(out) >= before + 5, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert_saved(out)
+
+
+# ------------------------------------------------------------------------ readers that go away
+
+
+@pytest.mark.parametrize("lines", [0, 2])
+def test_a_reader_that_goes_away(out, lines):
+    """`train.py ... | head -2` once ended without a checkpoint: the print came before the save.
+
+    A dying `| tee` is the same. The run goes on to its end and says nothing more.
+    """
+    words = (*DRAFT, "--data", ROOT / "toy/train.jsonl", "--held-out", 2, "--out", out)
+    process = start(*words, "--steps", 6, "--save-every", 2)
+    for _ in range(lines):
+        process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 0, err
+    assert err == ""
+    assert_saved(out)
+    assert num_logged(out) == 6
+
+
+def test_a_reader_of_everything_that_goes_away(data, out):
+    """The same for standard error, where the progress bar and the errors go."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 6, "--save-every", 2)
+    process = start(*words, stderr=subprocess.STDOUT)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert_saved(out)
+
+
+# ---------------------------------------------------------------------------- two runs at once
+
+
+def test_two_runs_into_one_directory(data, out, live):
+    """Both once trained, and one ended with the log of the other."""
+    for words in ((), ("--resume",), ("--overwrite",), ("--resume", "--overwrite")):
+        done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 100_000, *words)
+        assert is_refused(done, f"--out {out}: another run is writing there; choose another")
+    before = num_logged(out)
+    wait_for(lambda: num_logged(out) > before, live)
+    live.send_signal(signal.SIGTERM)
+    live.communicate(timeout=60)
+    assert live.returncode == 128 + signal.SIGTERM
+    assert_saved(out)
+
+
+def test_two_runs_that_begin_together(out):
+    """Both find no directory; the second to enter is refused, and the first does not notice."""
+    first = Run(out, {}, resume=False, overwrite=False)
+    second = Run(out, {}, resume=False, overwrite=False)
+    with first:
+        before = contents(out)
+        with pytest.raises(UserError, match="another run is writing there"), second:
+            pass
+        assert contents(out) == before
+
+
+def test_a_killed_run_leaves_no_lock(data, out, live):
+    """A lock that outlives its process would have to be removed by hand."""
+    live.kill()
+    live.communicate()
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--overwrite")
+    assert finish(start(*words)) and num_logged(out) == 2
+
+
+def test_a_file_system_without_locks(data, out, monkeypatch):
+    """Some network file systems cannot lock a directory: training must not be refused there."""
+
+    def flock(*_):
+        raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS does
+
+    out.mkdir()
+    monkeypatch.setattr(runs.fcntl, "flock", flock)
+    done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 2)
+    assert done.status == 0, done.err
+    assert_saved(out)
