@@ -2,47 +2,71 @@
 
     python decode.py --prompt "..." --tau 0.8
 
-B masks follow the text. One causal forward gives B + 1 candidates: the last real token predicts the
-first, and each mask predicts one further. They are accepted from the left while their confidence
-passes tau, the first one always; then the window of masks moves on. tau = 1 is plain autoregression
+B masks (a block) follow the text. One causal forward gives B + 1 candidates: the last real token
+predicts the first, and each mask predicts one further. They are accepted from the left while their
+confidence passes tau, the first one always; then the masks move on. tau = 1 is plain autoregression
 (AR).
 
           feed   [ accepted last time | M  M  M  M ]            one row, B = 4
     candidates                     c1   c2 c3 c4 c5             c1 c2 c3 pass: they are fed next
 
-What is unusual here:
+`naive` is all of that. The rest of the file does the same for many sequences at once, with a cache;
+the tests compare the two. What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
   * every row has its own cursor in the cache (future work in the paper): no row waits for another,
-    and a prompt gives the same tokens in a batch as alone (sampled: if its `index` is the same).
-    `block_cache` is the paper's policy;
+    and a prompt gives the same tokens in a batch as alone, up to rounding. `block_cache` is the
+    paper's policy: see kv_cache.py;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
-  * `verify` checks guesses before they count, so that the text is AR's: see lossless.py;
-  * `naive` is the method at its simplest; the tests compare everything else with it.
+  * `verify` checks guesses before they count, so that the text is AR's: see lossless.py.
 """
 
-import math
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import lossless
-from kv_cache import KVCache
-from model import Qwen2, load
-from plumbing import attention
+from kv_cache import BlockCache, KVCache
+from lossless import Lossless
+from model import Config, Qwen2, load
 from plumbing.arguments import Parser, check_options, find_device, option, read_options
+from plumbing.attention import FastForward, span_unit
+from plumbing.cpu import use_free_cores
 from plumbing.errors import UserError, run_main
 from plumbing.packing import round_up
-from plumbing.scheduler import Scheduler, Text
+from plumbing.sampling import choose
+from plumbing.scheduler import Scheduler
 from plumbing.terminal import note, print_answer
-from plumbing.threads import free_cores
 
 TOY = Path(__file__).parent / "toy" / "mars"
-METRICS = ("probability", "margin", "entropy")
-NUM_EXACT = 8  # logits that are computed again in float32, where the model is in bfloat16
+
+
+@torch.inference_mode()
+def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int) -> list[int]:
+    """The method at its simplest: greedy, one text, no cache. Returns the new tokens."""
+    text = list(prompt)
+    masks = [model.config.mask_token_id] * block
+    while True:
+        tokens = torch.tensor([text + masks], device=model.device)  # (1, T)
+        positions = torch.arange(tokens.size(1), device=model.device)[None]
+        hidden = model(tokens, positions, mask=None)  # causal: nothing sees what follows it
+        # The last token of the text predicts the next one, and each mask the one after its place.
+        logits = model.logits_at(hidden, columns=positions[:, len(text) - 1 :])  # (1, B + 1, V)
+        confidence, candidates = logits[0].softmax(-1).max(-1)
+        for i, token in enumerate(candidates.tolist()):
+            if i > 0 and (tau == 1 or confidence[i] < tau):
+                break
+            text.append(token)
+            is_full = len(text) == len(prompt) + max_new
+            if is_full or token in model.config.eos_token_id:
+                return text[len(prompt) :]
+
+
+# ---------------------------------------------------------------------------- options and sequences
+
+DEFAULT_TAU = {"probability": 0.95, "margin": 0.95, "entropy": 0.2}  # of each metric
 Tau = float | Callable[[int], float]  # a number, or a function of the number of waiting prompts
 
 
@@ -52,20 +76,20 @@ class Options:
 
     tau: Tau | None = option(
         None,
-        "accept tokens at least this confident; 1 is plain AR (default: 0.95). "
-        "With --verify: check guesses at least this confident (default: all)",
+        "accept a token at least this confident, 1 is plain AR (default: 0.95); with --metric "
+        "entropy: at most this many nats, 0 is plain AR (default: 0.2)",
         kind=float,
     )
-    metric: str = option(
-        "probability",
-        "measure of confidence; for entropy tau is in nats, 0 is plain AR",
-        choices=METRICS,
-    )
-    block: int | None = option(None, "B, masks in a group (default: as in training)", int, least=1)
-    block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, least=1)
-    verify: bool = option(False, "lossless: AR checks every guess")
+    metric: str = option("probability", "measure of confidence", choices=tuple(DEFAULT_TAU))
+    block: int | None = option(None, "B, the number of masks (default: as in training)", int, 1)
+    block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, 1)
+    verify: bool = option(False, "lossless: AR checks every guess; takes no tau")
     groups: int | None = option(
-        None, "with --verify: groups of masks (default: the likely ones)", int, least=1
+        None,
+        "with --verify: groups of masks (default: the likely ones; one in a batch on a CPU, "
+        "all at a temperature)",
+        int,
+        least=1,
     )
     max_new: int = option(256, "maximum number of new tokens", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0, below=1e30)
@@ -74,85 +98,85 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.tau is None:
-            self.tau = default_tau(self)
-        if not callable(self.tau):
-            check_tau(self.tau, self.metric)
         if self.verify and self.block_cache:
-            raise UserError("verify cannot be combined with block_cache")
+            raise UserError("--verify and --block-cache cannot be combined: leave out one")
+        if self.verify and self.tau is not None:
+            raise UserError("--verify takes no --tau, for it checks every guess: leave out one")
+        if not self.verify and self.tau is None:
+            self.tau = DEFAULT_TAU[self.metric]
+        if self.tau is not None and not callable(self.tau):
+            check_tau(self.tau, self.metric)
 
 
-class Answer(Text):
-    """One prompt and its growing answer: its tau, its guesses, and what it feeds next.
+class Sequence:
+    """A prompt, the tokens accepted after it, and its tau. `Decoder.add` makes them."""
 
-    `ids` are prompt and answer, `tokens` the answer alone (see Text).
-    """
-
-    def __init__(self, prompt: list[int], model: Qwen2, options: Options, index=0, tau=None):
-        """index: with the seed it fixes the random draws. tau: overrides options.tau."""
-        super().__init__(prompt, options.max_new, model.config)
+    def __init__(self, prompt: list[int], config: Config, max_new: int, tau: Tau | None, index=0):
+        """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
+        if not prompt or not all(0 <= token < config.vocab_size for token in prompt):
+            raise UserError(f"a prompt must be token ids below {config.vocab_size}, at least one")
+        if len(prompt) + max_new > config.max_position_embeddings:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
+                f"{config.max_position_embeddings} positions: shorten it, or lower --max-new"
+            )
+        self.text = list(prompt)  # the prompt, then every accepted token
+        self.prompt_length = len(prompt)
+        self.max_new = max_new
         self.index = index
-        self.options = options
-        self.given_tau = options.tau if tau is None else tau
-        self.block = block_of(model, options)
-        self.guesses: list[int] = []  # what the next forward checks: lossless.py
-        self.groups = [0]  # of masks in the next forward; group j sees the first j guesses
-        self.checked: list[int] = []  # how many guesses each forward checked
-        self.update_tau(waiting=0)
+        self.given_tau = tau
+        self.tau = 1.0  # of the next forward; a function is asked before each one
+        self.num_masks = 0  # in the next forward
+        self.stop = set(config.eos_token_id)
+        self.done = False  # set it to cancel the sequence
+        self.error: Exception | None = None  # why it ended early
+        self.guesses: list[int] = []  # this and the next are for lossless.py alone
+        self.groups = [0]
+        # Statistics: an entry for each forward, prefill included.
+        self.accepted: list[int] = []  # number of tokens
+        self.positions: list[int] = []  # number of positions computed, masks and padding included
+        self.checked: list[int] = []  # number of guesses that were checked (lossless)
 
     @property
-    def num_in_open_block(self) -> int:
-        """Tokens in the cache block that is not full yet; they are fed again at every forward."""
-        if self.options.block_cache is None:
-            return 0
-        return len(self.tokens) % self.options.block_cache
+    def tokens(self) -> list[int]:
+        """The accepted tokens, with the end-of-turn token if it came."""
+        return self.text[self.prompt_length :]
 
     @property
-    def num_masks(self) -> int:
-        """Masks in a group of the next forward, each giving one more candidate.
+    def forwards(self) -> int:
+        return len(self.accepted)
 
-        Without `verify` there is one group; with it, one for each likely number of right guesses.
-        """
-        if is_plain_ar(self.tau, self.options.metric):
-            return 0
-        if self.options.block_cache is None:
-            return self.block
-        room = self.options.block_cache - self.num_in_open_block
-        return min(self.block, room - 1)  # no candidate beyond the end of the cache block
-
-    def update_tau(self, waiting: int) -> None:
-        """Set the tau of the next forward; a function is asked before each one."""
-        given = self.given_tau
-        self.tau = float(given(waiting) if callable(given) else given)
-        check_tau(self.tau, self.options.metric)
+    @property
+    def tokens_per_forward(self) -> float:
+        return len(self.tokens) / max(1, self.forwards)
 
     def feed(self, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
         """(token, pos, prefix) of the next forward: see `visible` in model.py.
 
-        The text a b c of which a b are cached, the guess d (lossless), B = 2 masks:
+        The text a b c, of which a b are cached, and B = 2 masks:
 
-            token    c | d | M M | M M
-            pos      2 | 3 | 3 4 | 4 5
-            prefix   3 | 4 | 3 3 | 4 4
+            token    c | M M
+            pos      2 | 3 4
+            prefix   3 | 3 3
         """
-        entries = []
-        for pos, token in enumerate(self.ids[num_cached:] + self.guesses, start=num_cached):
-            entries.append((token, pos, pos + 1))
-        for pos, prefix in lossless.mask_groups(len(self.ids), self.groups, self.num_masks):
-            entries.append((mask_id, pos, prefix))
-        return entries
+        end = len(self.text)
+        real = [(self.text[pos], pos, pos + 1) for pos in range(num_cached, end)]
+        masks = [(mask_id, pos, end) for pos in range(end, end + self.num_masks)]
+        return real + masks
 
-
-def block_of(model: Qwen2, options: Options) -> int:
-    """B, the number of masks that follow a text."""
-    config = model.config
-    block = options.block or config.block_size or 4
-    if config.mask_token_id is None:
-        raise UserError("the model has no mask token; load it with model.load")
-    if block > config.max_position_embeddings:
-        limit = config.max_position_embeddings
-        raise UserError(f"block {block} exceeds the model's {limit} positions")
-    return block
+    def take(self, tokens: list[int], num_positions: int) -> list[int]:
+        """Accept what one forward gave, up to an end-of-turn token and max_new."""
+        kept = []
+        for token in tokens:
+            if self.done:
+                break
+            self.text.append(token)
+            kept.append(token)
+            is_full = len(self.text) == self.prompt_length + self.max_new
+            self.done = is_full or token in self.stop
+        self.accepted.append(len(kept))
+        self.positions.append(num_positions)
+        return kept
 
 
 # ------------------------------------------------------------------------------------- acceptance
@@ -160,19 +184,10 @@ def block_of(model: Qwen2, options: Options) -> int:
 
 def check_tau(tau: float, metric: str) -> None:
     """Raise UserError for an impossible tau."""
-    if metric not in METRICS:
-        raise UserError(f"metric {metric!r}: must be one of {', '.join(METRICS)}")
     if metric == "entropy" and not tau >= 0:
         raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
     if metric != "entropy" and not 0 <= tau <= 1:
         raise UserError(f"tau {tau}: must be between 0 and 1 for the metric {metric}")
-
-
-def default_tau(options: Options) -> float:
-    """How sure a token must be to be accepted; with `verify`, every guess is worth checking."""
-    if not options.verify:
-        return 0.95
-    return math.inf if options.metric == "entropy" else 0.0
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
@@ -204,310 +219,220 @@ def passing_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
     return passes.long().cumprod(-1).sum(-1)
 
 
-class Outputs(NamedTuple):
-    """What the model says at C columns of R rows."""
-
-    hidden: Tensor  # (R, C, D)
-    logits: Tensor  # (R, C, V)
+# --------------------------------------------------------------------------------------- the loop
 
 
-def choose(
-    model: Qwen2,
-    outputs: Outputs,
-    batch: list[Answer | None],
-    options: Options,
-    held: Tensor | None = None,
-) -> Tensor:
-    """The best tokens (R, C); at temperature T > 0, draws from p^(1/T).
+class Decoder:
+    """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
 
-    Column c of a row is for position len(ids) + held + c. held (R, 1): how many guesses hold; None
-    counts as 0.
+    Every `step` is one forward: of waiting prompts if rows are free, else of all rows that go on.
+    Each row feeds masks after what the cache lacks of its text; what passes is accepted.
     """
-    scores = outputs.logits
-    if options.temperature > 0:
-        noise = torch.zeros_like(scores)
-        num_held = [0] * len(batch) if held is None else held[:, 0].tolist()
-        for of_row, answer, ahead in zip(noise, batch, num_held):
-            if answer:
-                for position, of_column in enumerate(of_row, start=len(answer.ids) + ahead):
-                    of_column += lossless.dice(options.seed, answer.index, position, of_column)
-        # The best of logits / T + noise is a draw. (T may be tiny, so both are multiplied by it.)
-        scores = scores + options.temperature * noise
-    if model.dtype != torch.bfloat16:
-        return scores.argmax(-1)
 
-    # Of rounded logits two are often equal, and which is the best depends on how many positions are
-    # fed. So the best few are computed again.
-    best = scores.topk(min(NUM_EXACT, scores.size(-1))).indices  # (R, C, K)
-    exact = model.exact_logits(outputs.hidden.flatten(0, 1), best.flatten(0, 1)).view(best.shape)
-    if options.temperature > 0:
-        exact += options.temperature * noise.gather(-1, best)
-    return best.gather(-1, exact.argmax(-1, keepdim=True))[..., 0]
-
-
-def propose(
-    model: Qwen2,
-    outputs: Outputs,
-    batch: list[Answer | None],
-    options: Options,
-    held: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates (R, C), how many of each row pass (R,), and their probabilities (R, C).
-
-    The columns are those of `choose`. Candidates that pass are accepted; with `verify` they only
-    become guesses. A single candidate always passes: it gets the probability 1, without a softmax.
-
-    At temperature T > 0 every candidate is drawn from p^(1/T) of its own position, independently of
-    the others, and its confidence is taken at T = 1, as in the paper's code. So with several tokens
-    per forward the text is NOT a sample of the AR distribution. With `verify` it is.
-    """
-    candidates = choose(model, outputs, batch, options, held)
-    if candidates.size(1) == 1:
-        one = torch.ones_like(candidates)
-        return candidates, one[:, 0], one
-    device = candidates.device
-    taus = [answer.tau if answer else 0.0 for answer in batch]
-    tau = torch.tensor(taus, device=device, dtype=outputs.logits.dtype)  # (R,)
-    sizes = [1 + answer.num_masks if answer else 1 for answer in batch]
-    num_candidates = torch.tensor(sizes, device=device)  # (R,)
-    probs = outputs.logits.softmax(-1)
-    confidence = confidences(probs, candidates, options.metric)
-    counts = passing_lengths(confidence, tau, options.metric)
-    chances = probs.gather(-1, candidates[..., None])[..., 0]
-    return candidates, counts.minimum(num_candidates), chances
-
-
-def outputs_at(model: Qwen2, hidden: Tensor, columns: Tensor) -> Outputs:
-    """The hidden states (R, T, D) at columns (R, C), and their logits.
-
-    Shorter rows read a clamped column; the result is ignored.
-    """
-    columns = columns.clamp(max=hidden.size(1) - 1)
-    picked = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.size(-1)))
-    logits = model.logits(picked.flatten(0, 1)).unflatten(0, columns.shape)
-    return Outputs(picked, logits)
-
-
-@torch.inference_mode()
-def naive(model: Qwen2, prompt: list[int], index: int = 0, **options) -> Answer:
-    """The method at its simplest: one row, no cache, plain causal attention over the whole text."""
-    options = Options(**options)
-    if options.verify:
-        raise UserError("naive does not verify: compare verify with naive at tau = 1")
-    answer = Answer(prompt, model, options, index)
-    while not answer.done:
-        answer.update_tau(waiting=0)
-        masks = [model.config.mask_token_id] * answer.num_masks
-        feed = torch.tensor([answer.ids + masks], device=model.device)  # (1, T)
-        positions = torch.arange(feed.size(1), device=model.device)[None]
-        hidden = model(feed, positions, None)
-        last = len(answer.ids) - 1
-        outputs = outputs_at(model, hidden, positions[:, last:])  # without a cache also columns
-        candidates, counts, _ = propose(model, outputs, [answer], options)
-        answer.take(candidates[0, : counts.item()].tolist(), feed.size(1))
-    return answer
-
-
-# ------------------------------------------------------------------------------- the decoding loop
-
-
-class Decision(NamedTuple):
-    """What one forward decided for a row."""
-
-    tokens: list[int]  # accepted
-    guesses: list[int] = []  # for the next forward to check (lossless)
-    groups: list[int] = [0]  # of masks in the next forward, by the number of guesses that they see
-    num_held: int = 0  # how many guesses this forward found right
-
-
-class Decoder(Scheduler):
-    """The loop for many rows: append to `waiting` at any time; each `step` is one forward."""
-
-    def __init__(self, model: Qwen2, answers: list[Answer], options: Options, rows=8, longest=0):
-        """longest: an upper bound on prompt plus answer, for texts appended later."""
+    def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
+        """longest: the most tokens that a prompt and its answer may have together."""
+        config = model.config
+        if config.mask_token_id is None:
+            raise UserError("the model has no mask token; load it with model.load")
         self.model = model
         self.options = options
-        self.widest = widest_feed(options, block_of(model, options))
-        for answer in answers:
-            longest = max(longest, len(answer.ids) + answer.max_new)
-        unit = attention.span_unit(model, options.compile)
-        capacity = round_up(longest + self.widest, unit)
-        cache = KVCache(model.config, rows, capacity, model.device, model.dtype, unit)
-        super().__init__(answers, rows, cache)
-        self.prefill, self.advance = attention.fast_forwards(model, cache, options.compile)
-        # Called at each forward with batch, outputs, candidates, decisions: see apps/trace.py.
-        self.watch = None
+        self.longest = min(longest, config.max_position_embeddings)
+        self.num_added = 0
+        self.block = options.block or config.block_size or 4  # B
+        if self.block > config.max_position_embeddings:
+            limit = config.max_position_embeddings
+            raise UserError(f"block {self.block} exceeds the model's {limit} positions")
 
-    def __iter__(self) -> Iterator[tuple[Answer, list[int]]]:
-        """Yield every answer with its new tokens, as they come, until all are done."""
+        self.lossless = None
+        new_cache = KVCache
+        num_fed = self.block + 1  # the most real tokens that one forward is fed after the prefill
+        if options.block_cache:
+            new_cache = functools.partial(BlockCache, size=options.block_cache)
+            num_fed = min(options.block_cache, options.max_new)
+        self.widest = num_fed + self.block
+        if options.verify:
+            is_batch_on_cpu = rows > 1 and model.device.type == "cpu"
+            self.lossless = Lossless(self.block, options, is_batch_on_cpu)
+            self.widest = self.lossless.widest
+        unit = span_unit(model, options.compile)
+        capacity = round_up(self.longest + self.widest, unit)
+        self.cache = new_cache(config, rows, capacity, model.device, model.dtype, unit)
+        self.scheduler = Scheduler(self.cache, rows, self.block)
+        self.forward = FastForward(model, self.cache, options.compile)
+
+    def add(self, prompt: list[int], tau: Tau | None = None, max_new=None, index=None) -> Sequence:
+        """Let a prompt (token ids) wait for a row. UserError if it cannot be decoded here.
+
+        tau, max_new: instead of the options'. index: see Sequence; by default, how many prompts
+        were added before.
+        """
+        if tau is None:
+            tau = self.options.tau
+        elif self.options.verify:
+            raise UserError("verify takes no tau, for it checks every guess")
+        elif not callable(tau):
+            check_tau(tau, self.options.metric)
+        max_new = max_new or self.options.max_new
+        index = self.num_added if index is None else index
+        sequence = Sequence(prompt, self.model.config, max_new, tau, index)
+        if len(prompt) + max_new > self.longest:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the "
+                f"{self.longest} that this decoder was made for: shorten it, or lower max_new"
+            )
+        self.num_added += 1
+        self.scheduler.waiting.append(sequence)
+        return sequence
+
+    def __iter__(self) -> Iterator[tuple[Sequence, list[int]]]:
+        """Yield every sequence with its new tokens, as they come, until all are done."""
         while news := self.step():
             yield from news
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Answer, list[int]]]:
-        """Prefill waiting prompts if rows are free, else advance the rows; [] if all are done."""
-        free_cores.use()
-        admitted = self.admit()
-        if self.rows[admitted]:  # at least one row
-            return self.forward(self.rows[admitted], admitted, is_prefill=True)
-        live = [answer for answer in self.rows if answer and not answer.done]
-        if not live:
+    def step(self) -> list[tuple[Sequence, list[int]]]:
+        """One forward; the sequences in it, with their new tokens. [] if all are done."""
+        rows = self.scheduler.rows
+        admitted = self.scheduler.admit()
+        if rows[admitted]:  # at least one row
+            return self.advance(rows[admitted], admitted, is_prefill=True)
+        lengths = {}
+        for row, sequence in enumerate(rows):
+            if sequence and not sequence.done:
+                lengths[row] = len(sequence.text)
+        if not lengths:
             return []  # the rows keep their texts, for a later prompt with the same beginning
-        self.clear_done()
-        ready = live
-        if self.options.block_cache:
-            # The paper's policy: a row that has just filled a block (its next one is not open yet)
-            # waits until no row has an open block.
-            unfinished = [answer for answer in live if answer.num_in_open_block > 0]
-            ready = unfinished or live
-        batch = [answer if answer in ready else None for answer in self.rows]
-        return self.forward(batch, slice(None))
+        self.scheduler.clear_done()
+        batch = list(rows)
+        for row in self.cache.rows_that_wait(lengths):
+            batch[row] = None
+        return self.advance(batch, slice(None), is_prefill=False)
 
-    def forward(
-        self, batch: list[Answer | None], where: slice, is_prefill: bool = False
-    ) -> list[tuple[Answer, list[int]]]:
+    def advance(
+        self, batch: list[Sequence | None], where: slice, is_prefill: bool
+    ) -> list[tuple[Sequence, list[int]]]:
         """One forward of the cache's rows `where`; a row that is None in `batch` is idle."""
         mask_id = self.model.config.mask_token_id
-        feeds = []
+        device = self.model.device
+        feeds = []  # per row: a list of (token, pos, prefix)
         num_real = []  # per row: tokens that are fed and known to be part of the text
-        for answer, num_cached in zip(batch, self.cache.lengths[where]):
-            if answer is None:
+        for row, sequence in zip(range(len(self.cache.lengths))[where], batch):
+            if sequence is None:
                 feeds.append([])
                 num_real.append(0)
                 continue
-            answer.update_tau(len(self.waiting))
-            feeds.append(answer.feed(num_cached, mask_id))
-            num_real.append(len(answer.ids) - num_cached)
+            self.prepare(sequence, row)
+            num_cached = self.cache.lengths[row]
+            feeds.append(self.feed(sequence, num_cached, mask_id))
+            num_real.append(len(sequence.text) - num_cached)
 
         width = max(map(len, feeds))
         if self.options.compile and not is_prefill and width > 1:
             width = self.widest  # only two widths to compile: 1 (plain AR) and this
         padding = (mask_id, 0, 1)  # sees slot 0: a softmax over nothing would be NaN
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
-        tokens, pos, prefix = torch.tensor(padded, device=self.model.device).unbind(-1)  # (R, T)
-        last_column = torch.tensor(num_real, device=tokens.device)[:, None] - 1  # (R, 1)
-        last_column = last_column.clamp(min=0)  # an idle row has no real token
+        tokens, pos, prefix = torch.tensor(padded, device=device).unbind(-1)  # (R, T)
         self.cache.reserve(width, where)
         mask = self.cache.mask(pos, prefix)
-        run_model = self.prefill if is_prefill else self.advance
-        hidden = run_model(tokens, pos, mask)
-        decisions = self.decide(hidden, last_column, batch)
+        hidden = self.forward(tokens, pos, mask, is_prefill)  # (R, T, D)
+        last_columns = [max(0, real - 1) for real in num_real]
+        decisions = self.decide(hidden, last_columns, batch)
 
-        # What stays in the cache: the real tokens, except those of an open cache block, and the
-        # guesses that hold. Masks and guesses that failed are overwritten by the next forward.
-        counts = []
-        for answer, real, decision in zip(batch, num_real, decisions):
-            if answer is None:
-                counts.append(0)
-            else:
-                counts.append(real - answer.num_in_open_block + decision.num_held)
-        self.cache.commit(counts)
+        # committed += real tokens + guesses that hold. The rest is overwritten by the next forward.
+        self.cache.commit([real + held for real, (_, held) in zip(num_real, decisions)])
         news = []
-        for answer, decision in zip(batch, decisions):
-            if answer:
-                answer.checked.append(len(answer.guesses))
-                answer.guesses = decision.guesses
-                answer.groups = decision.groups
-                news.append((answer, answer.take(decision.tokens, width)))
+        for sequence, (accepted, _) in zip(batch, decisions):
+            if sequence:
+                news.append((sequence, sequence.take(accepted, width)))
         return news
 
+    def prepare(self, sequence: Sequence, row: int) -> None:
+        """Set tau and the number of masks. If tau is impossible, the sequence ends: see `error`."""
+        sequence.checked.append(len(sequence.guesses))
+        if self.lossless:
+            return
+        tau = sequence.given_tau
+        try:
+            if callable(tau):
+                tau = float(tau(len(self.scheduler.waiting)))
+            check_tau(tau, self.options.metric)
+        except Exception as error:  # a function may fail in any way; the other rows go on
+            sequence.error = error
+            sequence.done = True
+            return
+        sequence.tau = tau
+        sequence.num_masks = 0
+        if not is_plain_ar(tau, self.options.metric):
+            # No candidate beyond the end of a cache block: the first one needs no mask.
+            room = self.cache.room(row, len(sequence.text))
+            sequence.num_masks = min(self.block, room - 1)
+
+    def feed(self, sequence: Sequence, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
+        if self.lossless:
+            return self.lossless.feed(sequence, num_cached, mask_id)
+        return sequence.feed(num_cached, mask_id)
+
     def decide(
-        self, hidden: Tensor, last_column: Tensor, batch: list[Answer | None]
-    ) -> list[Decision]:
-        """Accept what passes tau. hidden (R, T, D); last_column (R, 1): of the last real token."""
-        if self.options.verify:
-            return self.check(hidden, last_column, batch)
-        num_candidates = 1 + max(answer.num_masks for answer in batch if answer)
-        columns = last_column + torch.arange(num_candidates, device=hidden.device)
-        outputs = outputs_at(self.model, hidden, columns)
-        candidates, counts, _ = propose(self.model, outputs, batch, self.options)
-        fetched = torch.cat([counts[:, None], candidates], dim=1).tolist()  # one copy to the host
-        decisions = [Decision(tokens[:count]) for count, *tokens in fetched]
-        if self.watch:
-            self.watch(batch, outputs, candidates, decisions)
-        return decisions
+        self, hidden: Tensor, last_columns: list[int], batch: list[Sequence | None]
+    ) -> list[tuple[list[int], int]]:
+        """For each row the accepted tokens, and how many of them are guesses that hold.
 
-    def check(
-        self, hidden: Tensor, last_column: Tensor, batch: list[Answer | None]
-    ) -> list[Decision]:
-        """Accept the guesses that AR agrees with and AR's next token: see lossless.py."""
-        guesses = [answer.guesses if answer else [] for answer in batch]
-        groups = [answer.groups if answer else [0] for answer in batch]
-        num_guesses = [len(tokens) for tokens in guesses]
-        num_masks = [answer.num_masks if answer else 0 for answer in batch]
-        columns = last_column + torch.arange(1 + max(num_guesses), device=hidden.device)
-        outputs = outputs_at(self.model, hidden, columns)
-        ar_tokens = choose(self.model, outputs, batch, self.options)
-        held = lossless.count_held(ar_tokens, guesses)  # (R, 1)
+        hidden (R, T, D) of what was fed; last_columns: of the last real token of each row.
+        """
+        if self.lossless:
+            return self.lossless.check(self.forward, hidden, last_columns, batch)
+        return [(tokens, 0) for tokens in self.accept(hidden, last_columns, batch)]
 
-        columns, has_group = lossless.candidate_columns(
-            last_column, num_guesses, groups, num_masks, held
-        )
-        outputs = outputs_at(self.model, hidden, columns)
-        candidates, counts, chances = propose(self.model, outputs, batch, self.options, held)
-        counts = counts.where(has_group[:, 0], 1)  # without the group there are no new guesses
-        decisions = []
-        fields = (held[:, 0], ar_tokens, counts, candidates, chances)
-        for num_held, ar, count, tokens, odds in zip(*(field.tolist() for field in fields)):
-            accepted = ar[: num_held + 1]  # the guesses that hold, and AR's next token
-            new_guesses = tokens[1:count]  # candidate 0 is AR's next token once more
-            new_groups = self.groups_for(odds[1:count])
-            decisions.append(Decision(accepted, new_guesses, new_groups, num_held))
-        if self.watch:
-            self.watch(batch, outputs, candidates, decisions)
-        return decisions
+    def accept(
+        self, hidden: Tensor, last_columns: list[int], batch: list[Sequence | None]
+    ) -> list[list[int]]:
+        """For each row the candidates that pass tau; the arguments are those of `decide`.
 
-    def groups_for(self, chances: list[float]) -> list[int]:
-        """The groups of masks of the next forward, from the probabilities of its guesses."""
-        most = self.options.groups
-        if most is None and self.options.temperature > 0:
-            return list(range(len(chances) + 1))  # shared dice: improbable guesses often hold
-        if most is None and self.model.device.type == "cpu" and len(self.rows) > 1:
-            most = 1  # every row is as wide as the widest, and a CPU computes each position
-        return lossless.likely_groups(chances, most or len(chances) + 1)
+        At a temperature T > 0 every candidate is drawn from p^(1/T) of its own position,
+        independently of the others, and its confidence is taken at T = 1, as in the paper's code.
+        So with several tokens per forward the text is NOT a sample of the AR distribution.
+        """
+        options = self.options
+        num_candidates = [1 + sequence.num_masks if sequence else 1 for sequence in batch]
+        columns = [list(range(last, last + max(num_candidates))) for last in last_columns]
+        logits = self.forward.logits_at(hidden, torch.tensor(columns, device=hidden.device))
+        ahead = [0] * len(batch)
+        candidates = choose(logits, batch, options.temperature, options.seed, ahead)  # (R, C)
+        confidence = confidences(logits.softmax(-1), candidates, options.metric)
+        taus = [sequence.tau if sequence else 1.0 for sequence in batch]
+        tau = torch.tensor(taus, device=hidden.device, dtype=confidence.dtype)
+        lengths = passing_lengths(confidence, tau, options.metric)
+        fetched = torch.cat([lengths[:, None], candidates], dim=1).tolist()  # one copy to the host
+        accepted = []
+        for (length, *tokens), most in zip(fetched, num_candidates):
+            accepted.append(tokens[: min(length, most)])  # shorter rows have columns to spare
+        return accepted
 
 
-def widest_feed(options: Options, block: int) -> int:
-    """The largest number of positions that a step can feed."""
-    if options.verify:  # a token, B guesses, B + 1 groups of B masks
-        return 1 + block + (block + 1) * block
-    if options.block_cache:  # all of an open block, and the masks
-        return min(options.block_cache, options.max_new) + block
-    return (block + 1) + block  # what was accepted last time, and the masks
-
-
-def generate(
-    model: Qwen2, prompts: list[list[int]], rows=8, tau: Tau | list[Tau] | None = None, **options
-) -> list[Answer]:
-    """Decode prompts (token ids), `rows` at a time; tau for all, or a list with one per prompt.
-
-    The other options are the fields of `Options`.
-    """
-    taus = list(tau) if isinstance(tau, list | tuple) else [tau] * len(prompts)
-    if len(taus) != len(prompts):
-        raise UserError(f"{len(taus)} values of tau for {len(prompts)} prompts")
+def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:
+    """Decode prompts (token ids), `rows` at a time; the options are the fields of `Options`."""
     options = Options(**options)
-    answers = []
-    for index, (prompt, own_tau) in enumerate(zip(prompts, taus)):
-        answers.append(Answer(prompt, model, options, index, own_tau))
-    decoder = Decoder(model, answers, options, min(rows, max(1, len(answers))))
+    longest = max(map(len, prompts), default=0) + options.max_new
+    decoder = Decoder(model, options, min(rows, max(1, len(prompts))), longest)
+    sequences = [decoder.add(prompt) for prompt in prompts]
     for _ in decoder:
         pass
-    return answers
+    for sequence in sequences:
+        if sequence.error:
+            raise sequence.error
+    return sequences
 
 
 # ------------------------------------------------------------------------------------ command line
 
 
-def load_for_decoding(args, options: Options) -> tuple:
-    """The model and chat of --model, or the bundled ones; a note if it may not know masks."""
+def load_for_decoding(args) -> tuple:
+    """The model and chat of --model, or the bundled ones with a note."""
     device, dtype = find_device(args.device, args.dtype)
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
-    uses_masks = not is_plain_ar(options.tau, options.metric)
-    if uses_masks and not options.block and not model.config.block_size:
-        note("config.json has no block_size: if the model was not trained by MARS, use --tau 1")
+    use_free_cores(model)
     return model, chat
 
 
@@ -522,15 +447,14 @@ def main() -> None:
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
     options = read_options(args, Options)
-    model, chat = load_for_decoding(args, options)
+    model, chat = load_for_decoding(args)
     messages = [{"role": "user", "content": args.prompt}]
     if args.system:
         messages.insert(0, {"role": "system", "content": args.system})
-    answer = Answer(chat.encode(chat.prompt(messages)), model, options)
-    print_answer(Decoder(model, [answer], options, rows=1), chat, args.show)
-    uses_masks = not is_plain_ar(answer.tau, options.metric)
-    if uses_masks and answer.forwards >= 8 and answer.tokens_per_forward < 1.05:
-        note("this model hardly accepts more than one token per forward: train it, or use --tau 1")
+    prompt = chat.encode(chat.prompt(messages))
+    decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
+    decoder.add(prompt)
+    print_answer(decoder, chat, args.show)
 
 
 if __name__ == "__main__":

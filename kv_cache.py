@@ -1,14 +1,8 @@
-"""The key-value cache: preallocated, with a length per row; entries are never copied or moved.
+"""The key-value cache, preallocated: `KVCache` is ours, `BlockCache` the paper's (section 4.5).
 
-A forward writes the keys and values of T new positions after each row's committed length. What is
-not committed afterwards (mask tokens, rejected guesses) is scratch: no later forward attends to it,
-and later ones overwrite it. So rejecting costs nothing, and rewinding a row is setting its length.
-
-    slot     0 1 2 3 4 5 6 7 8 9 ...
-    row 0    p p p p a a M M M           length 4; five positions are written
-    row 1    p p p p p p a M M M .       length 6; commit([2, 1]) makes the lengths 6 and 7
-
-(p: in the cache already, a: accepted last time, M: one of B = 3 masks, .: padding)
+A forward writes the keys and values of T new positions after each row's length. `commit` then says
+how many of them count. The others (masks, guesses that failed) are scratch: no later forward sees
+them, and later ones overwrite them. So rejecting costs nothing, and nothing is copied or moved.
 """
 
 import torch
@@ -19,10 +13,16 @@ from plumbing.packing import round_up
 
 
 class KVCache:
-    """Keys and values of every layer, (rows, kv_heads, capacity, head_dim) each.
+    """Keys and values of every layer, (rows, kv_heads, capacity, head_dim) each; a length per row.
 
-    One forward, in this order: `reserve` the slots of its T positions, take the `mask` for them,
-    `write` once per layer, then `commit` the positions that count.
+        slot     0 1 2 3 4 5 6 7 8 9 ...
+        row 0    p p p p a a M M M           length 4; five positions are written
+        row 1    p p p p p p a M M M .       length 6; commit([2, 1]) makes the lengths 6 and 7
+
+    (p: cached before, a: accepted last time, M: one of B = 3 masks, .: padding)
+
+    A text starts with `begin`. Then every forward, in this order: `reserve` the slots of its T
+    positions, take the `mask` for them, `write` once per layer, `commit` the positions that count.
     """
 
     def __init__(self, config, rows: int, capacity: int, device, dtype, unit: int = 64):
@@ -32,13 +32,19 @@ class KVCache:
         self.capacity = capacity
         self.unit = unit
         self.device = torch.device(device)
-        self.lengths = [0] * rows  # committed positions, on the host: no GPU synchronization
+        self.lengths = [0] * rows  # committed positions, on the host
         self.layers: list[tuple[Tensor, Tensor]] = []
         shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
         for _ in range(config.num_hidden_layers):
             keys = torch.zeros(shape, device=device, dtype=dtype)  # torch.empty may hold NaN
             values = torch.zeros(shape, device=device, dtype=dtype)
             self.layers.append((keys, values))
+
+    def begin(self, row: int, num_kept: int = 0, prompt_length: int = 0) -> None:
+        """A new text begins in a row. `num_kept` tokens of its prompt are there already."""
+        if not 0 <= num_kept <= self.lengths[row]:
+            raise ValueError(f"row {row} holds {self.lengths[row]} positions, not {num_kept}")
+        self.lengths[row] = num_kept
 
     def reserve(self, width: int, rows: slice = slice(None)) -> Tensor:
         """Reserve `width` slots after the length of each of these rows; their indices (R, width).
@@ -61,19 +67,19 @@ class KVCache:
     def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
-        Slots below a position's prefix hold clean tokens, each in the slot of its position. A
-        window's masks are in adjacent slots: it starts pos - prefix slots to the left of each of
-        them. (That is -1 for a clean token: its window would start after it, so it is empty.) All
-        other slots hold other windows, padding or scratch.
+        Slots below a position's prefix hold clean tokens, each in the slot of its position. The
+        masks of a block are in adjacent slots: the block starts pos - prefix slots to the left of
+        each of them. (That is -1 for a clean token: its block would start after it, so it is
+        empty.) All other slots hold other blocks, padding or scratch.
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]
         pos = pos[:, None, :, None]
         prefix = prefix[:, None, :, None]
-        window_start = own_slot - (pos - prefix)
+        block_start = own_slot - (pos - prefix)
         in_prefix = slot < prefix
-        in_window = (window_start <= slot) & (slot <= own_slot)
-        return in_prefix | in_window
+        in_block = (block_start <= slot) & (slot <= own_slot)
+        return in_prefix | in_block
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, T, head_dim) into the reserved slots; return the whole span."""
@@ -91,8 +97,59 @@ class KVCache:
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
 
-    def rewind(self, row: int, length: int = 0) -> None:
-        """Forget everything in a row after its first `length` positions."""
-        if not 0 <= length <= self.lengths[row]:
-            raise ValueError(f"row {row} holds {self.lengths[row]} positions, not {length}")
-        self.lengths[row] = length
+    def room(self, row: int, text_length: int) -> int:
+        """How many tokens a forward may accept for a text of this length: any number."""
+        return self.capacity
+
+    def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
+        """Rows that must not go on before others, given the length of each row's text: none."""
+        return set()
+
+
+class BlockCache(KVCache):
+    """The paper's policy: an answer enters the cache in whole blocks of N tokens, here N = 4.
+
+        cached         open block, fed at every forward      next to it: masks
+        p p p p p p  | a . . .                             + M M M    the room for candidates ends
+        p p p p p p  | a a a .                             + .        where the cache block ends
+        p p p p p p  | a a a a                             full: waits for the other rows
+        p p p p p p a a a a  | . . . .                     ... and is kept by the next forward
+
+    (p: the prompt, a: accepted, M: a mask; B = 3.) A row whose block is full waits until no row has
+    an open block. The cache blocks are counted from the end of the prompt. `KVCache` needs none of
+    this; it is here to compare with (and because a paged cache would work like it).
+    """
+
+    def __init__(self, *args, size: int, **options):
+        """size: N, the number of tokens in a cache block; the others are KVCache's."""
+        super().__init__(*args, **options)
+        self.size = size
+        self.prompt_lengths = [0] * len(self.lengths)
+
+    def begin(self, row: int, num_kept: int = 0, prompt_length: int = 0) -> None:
+        super().begin(row, num_kept)
+        self.prompt_lengths[row] = prompt_length
+
+    def num_in_open_block(self, row: int, text_length: int) -> int:
+        """Tokens of a text of this length that are in a block that is not full."""
+        return (text_length - self.prompt_lengths[row]) % self.size
+
+    def commit(self, counts: list[int]) -> None:
+        """Of the first counts[i] positions, keep those that fill blocks; the prompt as a whole."""
+        super().commit(counts)
+        for row in range(len(self.lengths))[self.rows]:
+            self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
+
+    def room(self, row: int, text_length: int) -> int:
+        """How many tokens a forward may accept: as many as the open block has room for."""
+        return self.size - self.num_in_open_block(row, text_length)
+
+    def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
+        """The rows whose block is full, as long as another row has an open one."""
+        full = set()
+        for row, length in text_lengths.items():
+            if self.num_in_open_block(row, length) == 0:
+                full.add(row)
+        if len(full) == len(text_lengths):
+            return set()
+        return full

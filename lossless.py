@@ -1,10 +1,10 @@
 """Lossless decoding: several tokens per forward, with the output of plain autoregression (AR).
 
-This is not in the MARS paper. A MARS model is still an autoregressive model, so it can check its
-own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how many
-will hold, so that forward also carries groups of masks. Group j is B masks that see the text and
-the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851). With B = 4, two guesses
-g1 g2 after the last token x, and the groups 0, 1 and 2:
+This is ours, not the MARS paper's. A MARS model is still an autoregressive model, so it can check
+its own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how
+many will hold, so that forward also carries groups of masks. Group j is B masks that see the text
+and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851). With B = 4, two
+guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
@@ -16,27 +16,145 @@ first mask stands where y is now, and predicts the token after y: a new guess.
 
 Why this is exact: x, g1 and g2 see the tokens before them and never a mask, so the output at x is
 what AR says after x. If that is g1, the output at g1 is what AR says next, and so on, up to the
-first guess that AR disagrees with. Every forward gives at least one token.
+first guess that AR disagrees with. Every forward gives at least one token. How good the guesses are
+decides the speed, never the text. (All this is up to floating-point rounding: docs/lossless.md.)
 
-How good the guesses are decides the speed, never the text. Guesses that hold are already in their
-slots of the cache. tau says how sure a guess must be to be worth checking. A group that is missing
-costs nothing but time: if it was the one needed, the next forward has no guesses to check.
+Guesses that hold are already in their slots of the cache. A group that is missing costs nothing but
+time: if it was the one needed, the next forward has no guesses to check.
 
-At a temperature every position of the text has its own `dice`. A guess is drawn with the dice of
-its position, and AR's token with the same, so that both often come out alike (Gumbel coupling,
-arXiv 2408.07978). The text is the one that AR draws with these dice.
+At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
+drawn with the dice of its position, and AR's token with the same, so that both often come out alike
+(Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
 
-All this is up to floating-point rounding: a wider forward may round differently, and where the
-scores of two tokens almost tie either may come. In bfloat16 such ties are common: see
-docs/lossless.md.
+decode.py meets this file in three places: `feed` is what a sequence feeds, `check` what a forward
+decides, and the guesses that held are what the cache keeps besides the real tokens.
 """
 
-import hashlib
+import itertools
+import operator
 
 import torch
 from torch import Tensor
 
-LEAST_PROBABILITY = 0.05  # a group that is needed less often than that is left out
+from plumbing.sampling import choose
+
+LEAST_PROBABILITY = 0.05  # a guess that holds, or a group that is needed, less often is left out
+
+
+class Lossless:
+    """What a decoder feeds and accepts with `verify`.
+
+    Between two forwards a sequence keeps its `guesses` (tokens), and its `groups`: the numbers j of
+    the groups of masks that are fed with them.
+    """
+
+    def __init__(self, block: int, options, is_batch_on_cpu: bool):
+        """block: B. options: decode.Options, of which temperature, seed and groups matter here."""
+        self.block = block
+        self.temperature = options.temperature
+        self.seed = options.seed
+        self.most_groups = options.groups or block + 1
+        if is_batch_on_cpu and not options.groups and self.temperature == 0:
+            self.most_groups = 1  # every row is as wide as the widest, and each position costs
+        # Guess and check share their dice: improbable guesses often hold.
+        self.keeps_all = self.temperature > 0 and not options.groups
+        self.widest = 1 + block + (block + 1) * block  # a token, B guesses, B + 1 groups
+
+    def feed(self, sequence, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
+        """(token, pos, prefix) of the next forward: see `visible` in model.py.
+
+        The text a b c of which a b are cached, the guess d, groups 0 and 1 of B = 2 masks:
+
+            token    c | d | M M | M M
+            pos      2 | 3 | 3 4 | 4 5
+            prefix   3 | 4 | 3 3 | 4 4
+        """
+        entries = []
+        text = sequence.text + sequence.guesses
+        for pos in range(num_cached, len(text)):
+            entries.append((text[pos], pos, pos + 1))
+        for j in sequence.groups:
+            prefix = len(sequence.text) + j
+            for pos in range(prefix, prefix + self.block):
+                entries.append((mask_id, pos, prefix))
+        return entries
+
+    def check(
+        self, model, hidden: Tensor, last_columns: list[int], batch: list
+    ) -> list[tuple[list[int], int]]:
+        """For each row the accepted tokens, and how many of them are guesses that hold.
+
+        hidden (R, T, D) of what was fed; last_columns: of x, the last real token of each row. (A
+        row without a sequence is None.) The sequences get their next guesses and groups.
+        """
+        guesses = [sequence.guesses if sequence else [] for sequence in batch]
+        num_columns = 1 + max(map(len, guesses))
+        columns = [list(range(last, last + num_columns)) for last in last_columns]
+        columns = torch.tensor(columns, device=hidden.device)
+        logits = model.logits_at(hidden, columns)  # (R, 1 + guesses, V): after x, g1, g2, ...
+        ar_tokens = self.choose(logits, batch, ahead=[0] * len(batch)).tolist()
+        held = [count_held(*row) for row in zip(ar_tokens, guesses)]
+
+        columns = self.candidate_columns(last_columns, batch, held)
+        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
+        candidates = self.choose(logits, batch, ahead=held)  # (R, 1 + B)
+        chances = logits.softmax(-1).gather(-1, candidates[..., None])[..., 0].tolist()
+
+        decisions = []
+        for row, (sequence, new) in enumerate(zip(batch, candidates.tolist())):
+            decisions.append((ar_tokens[row][: held[row] + 1], held[row]))
+            if sequence:
+                had_group = held[row] in sequence.groups
+                # Candidate 0 is AR's next token once more: the guesses come after it.
+                sequence.guesses = new[1:] if had_group else []
+                self.plan(sequence, chances[row][1:])
+        return decisions
+
+    def choose(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
+        return choose(logits, batch, self.temperature, self.seed, ahead)
+
+    def candidate_columns(
+        self, last_columns: list[int], batch: list, held: list[int]
+    ) -> list[list[int]]:
+        """The 1 + B columns of each row's feed that predict what comes next.
+
+        First the column of the last guess that holds (of x if none does), then those of the group
+        that saw exactly the guesses that hold (any columns if it is missing).
+        """
+        columns = []
+        for sequence, last, num_held in zip(batch, last_columns, held):
+            first = last + 1
+            if sequence and num_held in sequence.groups:
+                num_groups_before = sequence.groups.index(num_held)
+                first += len(sequence.guesses) + num_groups_before * self.block
+            columns.append([last + num_held, *range(first, first + self.block)])
+        return columns
+
+    def plan(self, sequence, chances: list[float]) -> None:
+        """Keep the new guesses that are worth a position, and set the groups to feed with them.
+
+        chances: for each guess its probability, if all guesses before it hold.
+        """
+        if self.keeps_all:
+            sequence.groups = list(range(len(sequence.guesses) + 1))
+            return
+        num_worth = 0
+        for all_so_far in itertools.accumulate(chances, operator.mul):
+            if all_so_far >= LEAST_PROBABILITY:
+                num_worth += 1
+        sequence.guesses = sequence.guesses[:num_worth]
+        sequence.groups = likely_groups(chances[: len(sequence.guesses)], self.most_groups)
+
+
+def count_held(ar_tokens: list[int], guesses: list[int]) -> int:
+    """How many guesses hold, given AR's tokens after x, g1, g2, ...
+
+    A guess holds if it is AR's token and all guesses before it hold.
+    """
+    for held, guess in enumerate(guesses):
+        if guess != ar_tokens[held]:
+            return held
+    return len(guesses)
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:
@@ -54,68 +172,3 @@ def likely_groups(chances: list[float], most: int) -> list[int]:
     probability.append(all_so_far)
     groups = sorted(range(len(probability)), key=lambda j: probability[j], reverse=True)
     return sorted(j for j in groups[:most] if probability[j] >= LEAST_PROBABILITY)
-
-
-def mask_groups(end: int, groups: list[int], num_masks: int) -> list[tuple[int, int]]:
-    """(pos, prefix) of the masks that follow a text of length `end` and its guesses in the feed.
-
-    The paper's masks are group 0.
-    mask_groups(9, [0, 2], 2) is [(9, 9), (10, 9), (11, 11), (12, 11)].
-    """
-    masks = []
-    for j in groups:
-        for pos in range(end + j, end + j + num_masks):
-            masks.append((pos, end + j))
-    return masks
-
-
-def count_held(ar_tokens: Tensor, guesses: list[list[int]]) -> Tensor:
-    """How many of each row's guesses hold (R, 1), given AR's tokens (R, C) after x, g1, g2, ...
-
-    A guess holds if it is AR's token and all guesses before it hold.
-    """
-    no_guess = [-1] * ar_tokens.size(1)
-    padded = [(tokens + no_guess)[: ar_tokens.size(1)] for tokens in guesses]
-    holds = ar_tokens == torch.tensor(padded, device=ar_tokens.device)
-    return holds.long().cumprod(-1).sum(-1, keepdim=True)
-
-
-def candidate_columns(
-    last_column: Tensor,
-    num_guesses: list[int],
-    groups: list[list[int]],
-    num_masks: list[int],
-    held: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Two results: the columns of each row's feed that predict the next candidates, of the shape
-    (R, 1 + max(num_masks)); and whether the feed has the group of masks that is needed, (R, 1).
-
-    First the column of the last guess that holds (of x if none does), then those of the group that
-    saw exactly the guesses that hold (arbitrary if it is missing). last_column (R, 1) is that of x;
-    held (R, 1) counts the guesses that hold.
-    """
-    # Where group j is among the row's groups, -1 if it is missing: (R, 1 + max(num_guesses)).
-    indices = [[-1] * (1 + max(num_guesses)) for _ in groups]
-    for row, row_groups in zip(indices, groups):
-        for index, j in enumerate(row_groups):
-            row[j] = index
-    device = last_column.device
-    index = torch.tensor(indices, device=device).gather(1, held)
-    mask_offsets = torch.arange(max(num_masks), device=device)
-    num_guesses = torch.tensor(num_guesses, device=device)[:, None]
-    num_masks = torch.tensor(num_masks, device=device)[:, None]
-    first_mask = last_column + 1 + num_guesses + index.clamp(min=0) * num_masks
-    return torch.cat([last_column + held, first_mask + mask_offsets], dim=1), index >= 0
-
-
-def dice(seed: int, index: int, position: int, like: Tensor) -> Tensor:
-    """Gumbel noise (V,) for the token at `position` of the text `index`; `like` is any (V,).
-
-    A function of (seed, index, position) and nothing else: no neighbour, no order of forwards and
-    no guess that failed changes it. The three are hashed, not added, or neighbours would share
-    their dice. Float32 in a model of any dtype, so that a seed means the same in all on a device.
-    """
-    key = hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=7).digest()
-    generator = torch.Generator(like.device).manual_seed(int.from_bytes(key, "big"))
-    exponential = torch.empty(len(like), device=like.device).exponential_(generator=generator)
-    return -exponential.log()

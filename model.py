@@ -1,9 +1,9 @@
-"""Qwen2 in one file: configuration, mask rule, transformer, reading checkpoints.
+"""Qwen2 and Qwen3 in one file: configuration, mask rule, transformer, reading checkpoints.
 
-What is unusual here, compared with other small Qwen2 implementations:
+What is unusual here, compared with other small implementations:
   * attention takes its mask from the caller. `visible` below defines it (MARS, arXiv 2604.07023):
     training calls `visible`; the cache computes the same for its slots, and tests compare them;
-  * `forward` returns hidden states. The caller picks positions, then asks for their `logits`: a
+  * `forward` returns hidden states. The caller picks positions, then asks for their logits: a
     vocabulary of 152k tokens makes these most of a small model's work and memory;
   * `<|mask|>` is an ordinary token that is never predicted: its logit is always -inf;
   * module names are the checkpoint's names and config fields are config.json's keys, so loading is
@@ -12,7 +12,7 @@ What is unusual here, compared with other small Qwen2 implementations:
 
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plumbing.chat import MASK, Chat
+from plumbing.config import check_config, read_config
 from plumbing.errors import UserError
 from plumbing.files import check_shapes, read_json, read_tensors
 from plumbing.hub import locate
@@ -31,7 +32,7 @@ from plumbing.hub import locate
 
 @dataclass
 class Config:
-    """The keys of config.json that Qwen2 needs; the last two are MARS's own."""
+    """The keys of config.json that Qwen2 and Qwen3 need; the last two are MARS's own."""
 
     vocab_size: int
     hidden_size: int
@@ -41,6 +42,8 @@ class Config:
     num_key_value_heads: int
     max_position_embeddings: int
     rope_theta: float
+    model_type: str = "qwen2"
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
@@ -50,26 +53,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible values."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_count = field.type is int or (field.name == "block_size" and value is not None)
-            if is_count and not (isinstance(value, int) and value > 0):
-                raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
-            if field.type is float and not (type(value) in (int, float) and 0 < value < math.inf):
-                raise ValueError(f"{field.name} {value!r}: must be a number above 0")
-            if field.type is bool and not isinstance(value, bool):
-                raise ValueError(f"{field.name} {value!r}: must be true or false")
-        if self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError("hidden_size must be a multiple of 2 * num_attention_heads")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-        ends = self.eos_token_id
-        if not ends or not all(isinstance(id, int) and 0 <= id < self.vocab_size for id in ends):
-            raise ValueError(f"eos_token_id {ends}: no tokens that could end a turn")
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        check_config(self)
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
 
 
 # ----------------------------------------------------------------------------------------- the mask
@@ -79,14 +65,14 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     """May query q see key k? The paper's mask rule (section 3), elementwise on integer tensors.
 
     Position i sees position j of the same document if j is a clean token of i's prefix, or if both
-    are mask tokens of the same window and j does not come after i. (A window is a block of the
-    training grid, or a group of masks in decoding.)
+    are masks of the same block and j does not come after i. (A block is a run of masks: of the
+    training grid, or after the text in decoding.)
 
     Every position carries three integers: `pos`, its position id; `doc`, its document (padding is a
     document of its own); and `prefix`, the number of clean tokens that it sees. A clean token sees
-    itself and all before it: prefix = pos + 1. A mask sees the clean tokens before its window:
-    prefix = the first position of the window. An example: the clean tokens a b c d e f, and two
-    windows of B = 2 masks; one row per query.
+    itself and all before it: prefix = pos + 1. A mask sees the clean tokens before its block:
+    prefix = the first position of the block. An example: the clean tokens a b c d e f, and two
+    blocks of B = 2 masks; one row per query.
 
             pos prefix | a b c d e f | M3 M4 | M5 M6    (a stands at position 0)
         d    3    4    | x x x x     |       |          clean: causal, and never sees a mask
@@ -97,13 +83,14 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     """
     k_is_mask = k_prefix <= k_pos  # a clean token has prefix = pos + 1
     in_prefix = ~k_is_mask & (k_pos < q_prefix)
-    in_window = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)  # not for a clean q
-    return (q_doc == k_doc) & (in_prefix | in_window)
+    in_block = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)  # not for a clean q
+    return (q_doc == k_doc) & (in_prefix | in_block)
 
 
 # -------------------------------------------------------------------------------------- transformer
 
 LOGITS_AT_A_TIME = 2**26  # in training: 256 MiB in float32
+NUM_EXACT = 32  # logits that are computed again in float32, where the model is in bfloat16
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -142,22 +129,30 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size)
+        has_bias = config.model_type == "qwen2"
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=has_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=has_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=has_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.normalizes = config.model_type == "qwen3"
+        if self.normalizes:  # each head's queries and keys, with one weight for all heads
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, cache, attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, cache, kernel) -> Tensor:
         R, T, _ = x.shape  # R rows of T positions
         q = self.q_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, heads, T, head_dim)
         k = self.k_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, kv_heads, T, ...)
         v = self.v_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)
+        if self.normalizes:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # autocast decides q's dtype
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.write(self.layer_index, k, v)  # (R, kv_heads, S, head_dim)
-        y = attend(q, k, v, mask)
+        y = kernel(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(R, T, -1))
 
 
@@ -180,8 +175,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, cache, attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, attend)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, cache, kernel) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, kernel)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -199,19 +194,20 @@ class Qwen2(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, mask, cache=None, attend=attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, mask, cache=None, kernel=attend) -> Tensor:
         """Hidden states (R, T, D) of tokens (R, T) at positions (R, T).
 
         mask: bool (R, 1, T, S), True where a query may look; None is plain causal. S is T without
-        a cache, else the cache's span. A faster `attend` may take a mask of another kind.
+        a cache, else the cache's span. kernel: a faster `attend`, perhaps for another kind of mask.
         """
         x = self.model.embed_tokens(tokens)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
         for layer in self.model.layers:
-            x = layer(x, cos, sin, mask, cache, attend)
+            x = layer(x, cos, sin, mask, cache, kernel)
         return self.model.norm(x)
 
-    linear = staticmethod(F.linear)  # of the head; plumbing/attention.py has a faster drop-in
+    def project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (N, V) of hidden states (N, D), in float32 or float64.
@@ -220,18 +216,27 @@ class Qwen2(nn.Module):
         tau. `hidden` is 2-D and holds only the positions needed: a sliced 3-D bfloat16 tensor is 30
         times slower on a CPU.
         """
-        logits = self.linear(hidden, self.head)
+        logits = self.project(hidden)
         if self.config.mask_token_id is not None:
             logits[:, self.config.mask_token_id] = float("-inf")
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def exact_logits(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Logits (N, K) of tokens (N, K) for hidden states (N, D): of a few tokens, in float32.
+    def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:
+        """Logits (R, C, V) of hidden states (R, T, D) at columns (R, C), to choose tokens by.
 
-        In bfloat16 `logits` have three digits, for the product rounds its results.
+        In bfloat16 the product rounds to three digits. Of the best tokens two are then often equal,
+        so the best NUM_EXACT logits are computed again in float32. (A row that needs fewer columns
+        may name any: one after the last reads the last.)
         """
-        logits = self.head[tokens].float() @ hidden[..., None].float()  # (N, K, 1)
-        return logits[..., 0].masked_fill(tokens == self.config.mask_token_id, float("-inf"))
+        columns = columns.clamp(max=hidden.size(1) - 1)
+        picked = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.size(-1)))  # (R, C, D)
+        picked = picked.flatten(0, 1)
+        logits = self.logits(picked)  # (R * C, V)
+        if self.dtype == torch.bfloat16:
+            rounded, best = logits.topk(min(NUM_EXACT, logits.size(-1)))  # (R * C, K)
+            exact = (self.head[best].float() @ picked[..., None].float())[..., 0]
+            logits.scatter_(1, best, exact.where(rounded.isfinite(), rounded))  # the mask's: -inf
+        return logits.unflatten(0, columns.shape)
 
     @property
     def head(self) -> Tensor:
@@ -277,87 +282,12 @@ def initialize(config: Config, seed: int) -> Qwen2:
 # -------------------------------------------------------------------------------------- checkpoints
 
 
-def read_config(directory: Path) -> Config:
-    """Read config.json of transformers 4 or 5; UserError for settings that are not supported."""
-    path = directory / "config.json"
-    raw = read_json(path)
-    generation = directory / "generation_config.json"
-    if generation.exists():  # it lists all end-of-turn tokens, config.json often only one
-        eos = read_json(generation).get("eos_token_id")
-        if eos is not None:
-            raw["eos_token_id"] = eos
-    try:
-        return parse_config(raw)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def parse_config(raw: dict) -> Config:
-    """Config from the JSON object `raw`; ValueError for missing keys and unsupported values."""
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    model_type = raw.get("model_type")
-    require("model_type", model_type, "qwen2", "a2d-qwen2", "llama")  # a2d: the MARS paper's
-    if model_type == "llama":  # a Qwen2 whose biases are zero; `load_model` adds these
-        require("attention_bias", raw.get("attention_bias") or False, False)
-        require("mlp_bias", raw.get("mlp_bias") or False, False)
-    require("hidden_act", raw.get("hidden_act", "silu"), "silu")
-    require("rope_type", rope_type, "default")
-    if uses_sliding_window(raw):
-        raise ValueError("sliding-window attention is not supported")
-
-    raw = dict(raw)
-    if "rope_theta" in rope:  # where transformers 5 writes it
-        raw["rope_theta"] = rope["rope_theta"]
-    if raw.get("num_key_value_heads") is None:
-        raw["num_key_value_heads"] = raw.get("num_attention_heads")
-    eos = raw.get("eos_token_id")
-    if eos is None:
-        eos = []
-    elif not isinstance(eos, list):
-        eos = [eos]
-    raw["eos_token_id"] = tuple(eos)
-
-    known = {
-        field.name: raw[field.name] for field in fields(Config) if raw.get(field.name) is not None
-    }
-    for field in fields(Config):
-        if field.default is MISSING and field.name not in known:
-            raise ValueError(f"{field.name} is missing")
-    return Config(**known)
-
-
-def require(name: str, value: object, *supported: object) -> None:
-    if value not in supported:
-        alternatives = " or ".join(map(str, supported))
-        raise ValueError(f"{name} {value!r} is not supported, only {alternatives}")
-
-
-def uses_sliding_window(raw: dict) -> bool:
-    if not raw.get("use_sliding_window"):
-        return False
-    if raw.get("layer_types"):
-        return "sliding_attention" in raw["layer_types"]
-    return raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
-
-
-def config_json(config: Config) -> dict:
-    """The content of config.json, for transformers and for `read_config`."""
-    known = {key: value for key, value in asdict(config).items() if value is not None}
-    return known | {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-
-
 def load_model(directory: Path, device="cpu", dtype=torch.float32) -> Qwen2:
     """The model in `directory`; UserError names a tensor that is missing, surplus or misshapen.
 
     A Llama without biases becomes a Qwen2 whose q, k and v biases are zero.
     """
-    config = read_config(directory)
+    config = read_config(directory, Config)
     tensors = read_tensors(directory, torch.device(device), dtype)
     if "lm_head.weight" in tensors:  # some checkpoints have a head and still say that it is tied
         config.tie_word_embeddings = False

@@ -34,18 +34,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Config, Qwen2, add_mask_token, config_json, initialize, load, read_config, visible
+from model import Config, Qwen2, add_mask_token, initialize, load, visible
 from plumbing import processes
 from plumbing.arguments import Parser, find_device, number, path
 from plumbing.attention import attend_flex, block_mask, can_use_flex
 from plumbing.chat import Chat
+from plumbing.config import config_json, read_config
+from plumbing.cpu import use_free_cores
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate, grouped, packed, round_up
 from plumbing.runs import Run, identity
-from plumbing.threads import free_cores
 
 # ------------------------------------------------------------------------------------- two streams
 
@@ -167,7 +168,7 @@ def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
     """Hidden states (R, T, D) of both streams."""
     if can_use_flex(model.device, model.config.head_dim):
         mask = block_mask(visible, batch.pos, batch.prefix, batch.doc)
-        return model(batch.tokens, batch.pos, mask, attend=attend_flex)
+        return model(batch.tokens, batch.pos, mask, kernel=attend_flex)
     return model(batch.tokens, batch.pos, dense_mask(batch))
 
 
@@ -274,7 +275,6 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
 
             sums = torch.zeros(2, device=model.device)
             for batch in batches(examples, model.config, args, rank, size, longest):
-                free_cores.use()
                 with autocast:
                     noisy, clean = losses(model, batch.to(model.device))
                 loss = noisy + args.ar_weight * clean if is_mars else clean
@@ -357,7 +357,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat, Dataset, Run]:
     size = processes.rank_and_size()[1]
     directory = locate(args.model)
-    config = read_config(directory)
+    config = read_config(directory, Config)
     positions = config.max_position_embeddings
     if args.batch < size:
         raise UserError(f"--batch {args.batch}: fewer examples than processes ({size})")
@@ -393,6 +393,7 @@ def main() -> None:
         device = processes.join(device)
     with processes.together():
         model, chat, data, run = prepare(args, device)
+    use_free_cores(model)
     stop = train(model, chat, data, run, args, dtype)
     processes.wait_for_all()
     if stop:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from model import config_json, load
+from model import load
 from plumbing.arguments import Parser, number, path
+from plumbing.config import config_json
 from plumbing.errors import UserError, run_main
 from plumbing.files import check_shapes, save
 from plumbing.patch import apply_patch, fingerprint, make_patch, read_patch, write_patch

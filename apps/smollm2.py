@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 from apps.patch import apply
-from model import config_json, load
+from model import load
 from plumbing.arguments import Parser, path
+from plumbing.config import config_json
 from plumbing.errors import UserError, run_main
 from plumbing.files import read_json, save
 from plumbing.patch import fingerprint, read_patch

@@ -34,7 +34,8 @@ from bench import common
 from decode import Answer, Decoder, Options
 from experiments.paper.drafts import WithDraft
 from kv_cache import KVCache
-from model import Qwen2, config_json, load
+from model import Qwen2, load
+from plumbing.config import config_json
 from plumbing.arguments import Parser, find_device, number
 from plumbing.attention import attend_folded, fast_forwards, fold
 from plumbing.chat import Chat

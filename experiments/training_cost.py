@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from bench import common
-from model import initialize, read_config
+from model import Config, initialize
+from plumbing.config import read_config
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
@@ -79,7 +80,7 @@ class Training:
         if args.shape:
             config = common.config_of(args.shape)
         else:
-            config = read_config(locate(args.model))
+            config = read_config(locate(args.model), Config)
             config.mask_token_id = config.vocab_size - 2
         self.model = initialize(config, seed=0).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from .threads import free_cores
+from .cpu import fast_copy
 
 NARROW = 96  # positions per row: with more there is nothing left to gain from folding
-ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
 
 # ---------------------------------------------------------------------------------------- decoding
 
@@ -60,88 +59,40 @@ def span_unit(model: nn.Module, compile: bool) -> int:
     return 192 if is_bfloat16_on_cpu else 64
 
 
-def fast_forwards(model: nn.Module, cache, compile: bool) -> tuple[Callable, Callable]:
-    """Two forwards with this cache, of prompts and of steps: (tokens, pos, mask) -> hidden states.
+class FastForward:
+    """The forward of a model with one cache: the same results as model(...), sooner."""
 
-    compile: static shapes for the steps.
-    """
-    lay_out_by_columns(model)
-    advance = model
-    if compile:
-        advance = compile_forward(model)
-        for keys, values in cache.layers:  # or a CUDA graph would copy the cache at each forward
-            torch._dynamo.mark_static_address(keys)
-            torch._dynamo.mark_static_address(values)
-    else:
-        pack_matrices(model)
-    threads = torch.get_num_threads()
+    def __init__(self, model: nn.Module, cache, compile: bool):
+        """compile: static shapes for all forwards but prefills."""
+        self.model = model
+        self.cache = cache
+        self.fast = fast_copy(model)
+        self.compiled = compile_forward(model, cache) if compile else None
+        self.num_threads = torch.get_num_threads()  # a later change must not change how it rounds
 
-    def run(forward: Callable[..., Tensor], tokens: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
-        mask = fold(mask, model.config, threads, model.dtype)
-        return forward(tokens, pos, mask, cache, attend_folded)
+    def __call__(self, tokens: Tensor, pos: Tensor, mask: Tensor, is_prefill: bool) -> Tensor:
+        """Hidden states (R, T, D) of tokens (R, T), with a mask from the cache."""
+        if is_prefill:
+            self.fast = fast_copy(self.model)  # its weights may have changed since the last prompt
+        forward = self.fast
+        if self.compiled and not is_prefill:
+            forward = self.compiled
+        mask = fold(mask, self.model.config, self.num_threads, self.model.dtype)
+        return forward(tokens, pos, mask, self.cache, attend_folded)
 
-    return functools.partial(run, model), functools.partial(run, advance)
+    def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:
+        """See Qwen2.logits_at."""
+        return self.fast.logits_at(hidden, columns)
 
 
-def compile_forward(model: nn.Module) -> Callable[..., Tensor]:
+def compile_forward(model: nn.Module, cache) -> Callable[..., Tensor]:
     """The model's forward for static shapes; on a GPU as CUDA graphs, which need no Python."""
-    free_cores.enabled = False  # another number of threads would be compiled anew
+    for keys, values in cache.layers:  # or a CUDA graph would copy the cache at each forward
+        torch._dynamo.mark_static_address(keys)
+        torch._dynamo.mark_static_address(values)
     torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
     mode = "reduce-overhead" if model.device.type == "cuda" else "default"
     return torch.compile(model.forward, dynamic=False, mode=mode)
-
-
-def lay_out_by_columns(model: nn.Module) -> None:
-    """On a CPU in float32: store matrices with more rows than columns by columns.
-
-    A forward of one position is a product with one vector, for which torch reads tall matrices
-    faster in this layout. Shapes and values stay the same. A model in training is left alone: its
-    optimizer pairs weights and moments by their layout.
-    """
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        return
-    for weight in model.parameters():
-        is_tall = weight.dim() == 2 and weight.size(0) > weight.size(1)
-        if is_tall and weight.is_contiguous() and not weight.requires_grad:
-            weight.data = weight.data.t().contiguous().t()
-
-
-def pack_matrices(model: nn.Module) -> None:
-    """On a CPU in bfloat16: a copy of every matrix in the layout of oneDNN's kernels.
-
-    Without it oneDNN rearranges a matrix for each product, which takes as long as the product: a
-    forward of SmolLM2-135M with 20 positions took 78 ms, and with it 50. A model in training is
-    left alone: its matrices change. Afterwards, neither load other weights nor copy the model.
-    """
-    is_of_use = model.device.type == "cpu" and model.dtype == torch.bfloat16 and ONEDNN
-    is_possible = is_of_use and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # by this CPU
-    if not is_possible or any(weight.requires_grad for weight in model.parameters()):
-        return
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and not isinstance(module.forward, PackedProduct):
-            module.forward = PackedProduct(module.weight, module.bias)
-    if not isinstance(model.linear, PackedProduct):
-        model.linear = PackedProduct(model.head)
-
-
-class PackedProduct:
-    """F.linear with one weight, from its copy: not for a gradient or torch.compile, which cannot
-    use the copy. The result for a position does not depend on how many are beside it."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.weight = weight
-        self.bias = bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-
-    def __call__(self, x: Tensor, *_) -> Tensor:
-        if self.weight.requires_grad or torch.compiler.is_compiling():
-            return F.linear(x, self.weight, self.bias)
-        if x.numel() == x.size(-1):  # for a single position oneDNN rounds differently
-            return self.multiply(torch.cat([x, x]))[:1]
-        return self.multiply(x)
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 # ---------------------------------------------------------------------------------------- training

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from model import Config, Qwen2, config_json, initialize
+from model import Config, Qwen2, initialize
 from plumbing.chat import Chat
+from plumbing.config import config_json
 from plumbing.files import save
 from plumbing.packing import collate
 from train import PADDING, Batch

@@ -1,0 +1,125 @@
+"""config.json of transformers 4 or 5, to and from the fields of model.Config; what is refused."""
+
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+
+from .errors import UserError
+from .files import read_json
+
+MODEL_TYPES = {  # in config.json: what the model becomes here
+    "qwen2": "qwen2",
+    "a2d-qwen2": "qwen2",  # the MARS paper's
+    "qwen3": "qwen3",
+    "llama": "qwen2",  # one whose biases are zero: model.load_model adds these
+}
+MOST = {"num_hidden_layers": 1000, "max_position_embeddings": 2**31}  # larger is a mistake
+MOST_COUNT = 2**24
+MOST_NUMBER = 1e30
+
+
+def read_config(directory: Path, kind: type) -> object:
+    """A model.Config (`kind`) from config.json; UserError for settings that are not supported."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    generation = directory / "generation_config.json"
+    if generation.exists():  # it lists all end-of-turn tokens, config.json often only one
+        eos = read_json(generation).get("eos_token_id")
+        if eos is not None:
+            raw["eos_token_id"] = eos
+            check_ends(generation, eos, raw.get("vocab_size"))
+    try:
+        return kind(**parse_config(raw, kind))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def check_ends(path: Path, eos: object, vocab_size: object) -> None:
+    """Or an error in generation_config.json would be reported as one in config.json."""
+    ends = eos if isinstance(eos, list) else [eos]
+    is_valid = ends and all(type(id) is int and id >= 0 for id in ends)
+    if not is_valid or (type(vocab_size) is int and max(ends) >= vocab_size):
+        raise UserError(f"{path}: eos_token_id {eos!r:.60}: no tokens that could end a turn")
+
+
+def parse_config(raw: dict, kind: type) -> dict:
+    """The fields of `kind` from the JSON object `raw`; ValueError for unsupported values."""
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    require("model_type", raw.get("model_type"), *MODEL_TYPES)
+    if raw["model_type"] in ("llama", "qwen3"):
+        require("attention_bias", raw.get("attention_bias") or False, False)
+        require("mlp_bias", raw.get("mlp_bias") or False, False)
+    require("hidden_act", raw.get("hidden_act", "silu"), "silu")
+    require("rope_type", rope_type, "default")
+    if uses_sliding_window(raw):
+        raise ValueError("sliding-window attention is not supported")
+
+    raw = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
+    if "rope_theta" in rope:  # where transformers 5 writes it
+        raw["rope_theta"] = rope["rope_theta"]
+    if raw.get("num_key_value_heads") is None:
+        raw["num_key_value_heads"] = raw.get("num_attention_heads")
+    eos = raw.get("eos_token_id")
+    if eos is None:
+        eos = []
+    elif not isinstance(eos, list):
+        eos = [eos]
+    raw["eos_token_id"] = tuple(eos)
+
+    known = {}
+    for field in fields(kind):
+        if raw.get(field.name) is not None:
+            known[field.name] = raw[field.name]
+        elif field.default is MISSING:
+            raise ValueError(f"{field.name} is missing")
+    return known
+
+
+def require(name: str, value: object, *supported: object) -> None:
+    if value not in supported:
+        alternatives = " or ".join(map(str, supported))
+        raise ValueError(f"{name} {value!r:.60} is not supported, only {alternatives}")
+
+
+def uses_sliding_window(raw: dict) -> bool:
+    if not raw.get("use_sliding_window"):
+        return False
+    if raw.get("layer_types"):
+        return "sliding_attention" in raw["layer_types"]
+    return raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+
+
+def check_config(config) -> None:
+    """Raise ValueError for values of a model.Config that are impossible."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type in (int, int | None) and value is not None and field.name != "mask_token_id":
+            most = MOST.get(field.name, MOST_COUNT)
+            if type(value) is not int or not 0 < value <= most:
+                limit = f"a whole number from 1 to {most}"
+                raise ValueError(f"{field.name} {value!r:.60}: must be {limit}")
+        if field.type is float:
+            if type(value) not in (int, float) or not 0 < value < MOST_NUMBER:
+                raise ValueError(f"{field.name} {value!r:.60}: must be a number above 0")
+        if field.type is bool and not isinstance(value, bool):
+            raise ValueError(f"{field.name} {value!r:.60}: must be true or false")
+    if config.head_dim is None and config.hidden_size % (2 * config.num_attention_heads):
+        raise ValueError("hidden_size must be a multiple of 2 * num_attention_heads")
+    if config.head_dim is not None and config.head_dim % 2:
+        raise ValueError(f"head_dim {config.head_dim}: must be even")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+    ends = config.eos_token_id
+    if not ends or not all(isinstance(id, int) and 0 <= id < config.vocab_size for id in ends):
+        raise ValueError(f"eos_token_id {ends!r:.60}: no tokens that could end a turn")
+
+
+def config_json(config) -> dict:
+    """The content of config.json of a model.Config, for transformers and for `read_config`."""
+    known = {key: value for key, value in asdict(config).items() if value is not None}
+    family = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    return known | {
+        "architectures": [family[config.model_type]],
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }

@@ -1,0 +1,146 @@
+"""What makes a forward faster on a CPU: weights in other layouts, and threads by load.
+
+`python -m bench.speed --shape 0.5B --widths` shows what a forward costs.
+"""
+
+import copy
+import functools
+import os
+import time
+import weakref
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ----------------------------------------------------------------------------------------- weights
+
+ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+_copies = weakref.WeakKeyDictionary()  # of a model: its weights' versions, and its fast copy
+
+
+def fast_copy(model: nn.Module) -> nn.Module:
+    """The same model with its matrices in a faster layout; the model itself is left as it is.
+
+    On a GPU that is the model. On a CPU the copy shares everything with the model but its matrices,
+    and is made anew when the weights have changed. (A change through `weight.data` or numpy cannot
+    be seen: torch counts the others.)
+    """
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+        return model
+    if model.dtype == torch.bfloat16 and not can_pack():
+        return model
+    versions = [version(weight) for weight in model.parameters()]
+    if model not in _copies or _copies[model][0] != versions:
+        _copies[model] = versions, make_copy(model)
+    return _copies[model][1]
+
+
+def can_pack() -> bool:
+    """Has oneDNN bfloat16 on this CPU?"""
+    return ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def version(weight: Tensor) -> tuple:
+    """Another one for other values, except for what fast_copy says."""
+    number = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), number, weight.dtype
+
+
+def make_copy(model: nn.Module) -> nn.Module:
+    shared = {id(weight): weight for weight in model.parameters()}
+    shared[id(model.config)] = model.config
+    fast = copy.deepcopy(model, shared)  # modules are copied, and what is in `shared` is not
+    product = by_columns if model.dtype == torch.float32 else PackedProduct
+    for module in fast.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = product(module.weight.detach(), module.bias)
+    fast.project = product(model.head.detach())
+    return fast
+
+
+def by_columns(weight: Tensor, bias: Tensor | None = None):
+    """F.linear with one weight, stored column by column if it has more rows than columns.
+
+    A forward of one position is a product with one vector, for which torch reads tall matrices
+    faster in this layout.
+    """
+    if weight.size(0) > weight.size(1):
+        weight = weight.t().contiguous().t()
+    return functools.partial(F.linear, weight=weight, bias=bias)
+
+
+class PackedProduct:
+    """F.linear with one weight, from a copy in the layout of oneDNN's bfloat16 kernels.
+
+    Without it oneDNN rearranges a matrix for each product, which takes as long as the product: a
+    forward of SmolLM2-135M with 20 positions took 78 ms, and with it 50.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        self.bias = bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        generator = torch.Generator().manual_seed(0)
+        row = torch.randn(1, weight.size(1), generator=generator).bfloat16()
+        pair = torch.cat([row, row])
+        # Some CPUs round the product of a single position in another way.
+        self.single_differs = not torch.equal(self.multiply(row), self.multiply(pair)[:1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.single_differs and x.numel() == x.size(-1):
+            return self.multiply(torch.cat([x, x]))[:1]
+        return self.multiply(x)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+# ----------------------------------------------------------------------------------------- threads
+
+INTERVAL = 0.25  # seconds between two looks
+STAT = Path("/proc/stat")  # of Linux; elsewhere the number of threads stays torch's
+CHOSEN_BY_USER = any(name.startswith(("OMP_", "GOMP_", "MKL_")) for name in os.environ)
+
+
+def use_free_cores(model: nn.Module) -> None:
+    """From now on the model's forwards use as many threads as there are free cores.
+
+    torch's threads (libgomp's) meet hundreds of times in a forward, and those that come first spin
+    until the last one is there. If another program keeps a core busy, one of two threads is often
+    the last by the length of a time slice: two threads are then two to four times slower than one.
+    """
+    if STAT.exists() and not CHOSEN_BY_USER:
+        look = FreeCores().look
+        model.register_forward_pre_hook(lambda *_: look())
+
+
+class FreeCores:
+    """Sets the number of torch's threads, until somebody else does."""
+
+    def __init__(self):
+        self.most = self.chosen = torch.get_num_threads()
+        self.then = self.measure()
+
+    def measure(self) -> tuple[float, float]:
+        """The time now, and the seconds of work that other programs have had, all cores taken."""
+        return time.monotonic(), seconds_used(STAT.read_text()) - time.process_time()
+
+    def look(self) -> None:
+        """Call it before every forward: it looks at the machine now and then."""
+        is_other = torch.get_num_threads() != self.chosen  # somebody else sets it
+        if is_other or time.monotonic() < self.then[0] + INTERVAL:
+            return
+        began, others_then = self.then
+        self.then = now, others = self.measure()
+        busy_cores = (others - others_then) / (now - began)
+        # A program that shares its core with one of our threads gets half of it.
+        free = os.cpu_count() - int(busy_cores + 0.6)
+        self.chosen = max(1, min(self.most, free))
+        torch.set_num_threads(self.chosen)
+
+
+def seconds_used(stat: str) -> float:
+    """Seconds of work of all cores since the machine started, of the text of /proc/stat."""
+    user, nice, system, _idle, _waiting, interrupts, softirq = map(int, stat.split()[1:8])
+    return (user + nice + system + interrupts + softirq) / os.sysconf("SC_CLK_TCK")
