@@ -6,14 +6,17 @@ Every line is a prompt, or a JSON object with a `prompt` or `messages`, and opti
 `tau`. The output has a JSON object for every prompt, in the same order: training data for train.py.
 """
 
+import contextlib
 import json
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 
 from tqdm import tqdm
 
-from decode import Answer, Decoder, Options, check_tau, load_for_decoding
+from decode import Decoder, Options, Sequence, check_tau, load_for_decoding
 from plumbing.arguments import Parser, number, path, read_options
 from plumbing.chat import Chat
 from plumbing.data import Unusable
@@ -22,7 +25,7 @@ from plumbing.prompts import encode_prompt, read_rows
 from plumbing.terminal import note, statistics
 
 
-def answer_all(decoder: Decoder, requests: list[tuple[dict, Answer]], chat: Chat) -> None:
+def answer_all(decoder: Decoder, requests: list[tuple[dict, Sequence]], chat: Chat) -> None:
     """Print each answer as soon as it and all before it are done."""
     unprinted = deque(requests)
     num_tokens = 0
@@ -46,6 +49,15 @@ def answer_all(decoder: Decoder, requests: list[tuple[dict, Answer]], chat: Chat
     note(f"{num_tokens} tokens: {figures}")
 
 
+@contextlib.contextmanager
+def naming(file: Path, line_number: int) -> Iterator[None]:
+    """An error gets the place of the prompt."""
+    try:
+        yield
+    except (UserError, Unusable, OverflowError) as error:
+        raise UserError(f"{file}:{line_number}: {error}") from None
+
+
 def main() -> None:
     parser = Parser("Answer a file of prompts, several at a time (MARS).")
     parser.add_argument("file", metavar="FILE", type=path, help="a prompt per line, or JSONL")
@@ -56,22 +68,25 @@ def main() -> None:
     args = parser.parse_args()
     options = read_options(args, Options)
     if args.tau_busy is not None:
+        if options.verify:
+            raise UserError("--verify takes no --tau-busy, for it checks every guess")
         check_tau(args.tau_busy, options.metric)
         usual = options.tau
         options.tau = lambda waiting: args.tau_busy if waiting else usual
     rows = read_rows(args.file)
-    model, chat = load_for_decoding(args, options)
+    model, chat = load_for_decoding(args)
+    prompts = {}
+    for line_number, row in rows.items():
+        with naming(args.file, line_number):
+            prompts[line_number] = encode_prompt(row, chat)
+    longest = max(map(len, prompts.values())) + options.max_new
+    decoder = Decoder(model, options, min(args.rows, len(prompts)), longest)
     requests = []
     for line_number, row in rows.items():
-        try:
-            prompt = encode_prompt(row, chat)
-            answer = Answer(prompt, model, options, index=len(requests), tau=row.get("tau"))
-        except (UserError, Unusable, OverflowError) as error:
-            raise UserError(f"{args.file}:{line_number}: {error}") from None
+        with naming(args.file, line_number):
+            sequence = decoder.add(prompts[line_number], tau=row.get("tau"))
         given = {key: row[key] for key in ("prompt", "messages") if row.get(key)}
-        requests.append(({"id": row.get("id", line_number)} | given, answer))
-    answers = [answer for _, answer in requests]
-    decoder = Decoder(model, answers, options, rows=min(args.rows, len(answers)))
+        requests.append(({"id": row.get("id", line_number)} | given, sequence))
     answer_all(decoder, requests, chat)
 
 

@@ -7,9 +7,8 @@ The cache keeps the conversation, so each turn feeds only what is new.
 
 import contextlib
 import sys
-from dataclasses import replace
 
-from decode import Answer, Decoder, Options, load_for_decoding
+from decode import Decoder, Options, Sequence, check_tau, load_for_decoding
 from model import Qwen2
 from plumbing.arguments import Parser, read_options
 from plumbing.chat import Chat
@@ -23,29 +22,26 @@ class Conversation:
     """The messages so far, and a decoder whose one row holds them."""
 
     def __init__(self, model: Qwen2, chat: Chat, options: Options, opening: list[dict]):
-        """opening: the system message, if there is one."""
+        """opening: the system message, if there is one. UserError if no turn is possible."""
         self.chat = chat
-        self.options = options
+        self.tau = options.tau
         self.opening = opening
         self.messages = opening
-        self.num_turns = 0
         longest = model.config.max_position_embeddings
-        self.decoder = Decoder(model, [], options, rows=1, longest=longest)
+        self.decoder = Decoder(model, options, rows=1, longest=longest)
+        shortest = self.encode([*opening, {"role": "user", "content": "?"}])
+        Sequence(shortest, model.config, options.max_new, options.tau)  # is any turn possible?
 
-    def request(self, messages: list[dict]) -> Answer:
-        prompt = self.chat.encode(self.chat.prompt(messages))
-        return Answer(prompt, self.decoder.model, self.options, index=self.num_turns)
+    def encode(self, messages: list[dict]) -> list[int]:
+        return self.chat.encode(self.chat.prompt(messages))
 
     def ask(self, text: str, shaded: bool) -> None:
         """Print an answer. If Ctrl-C ends it, what there is stays in the conversation."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        answer = self.request(asked)
-        self.num_turns += 1
-        self.decoder.waiting.append(answer)
+        answer = self.decoder.add(self.encode(asked), self.tau)
         try:
             print_answer(self.decoder, self.chat, shaded)
         except KeyboardInterrupt:
-            self.decoder.waiting.clear()
             answer.done = True
         reply = {"role": "assistant", "content": self.chat.decode(answer.tokens)}
         self.messages = [*asked, reply]
@@ -55,11 +51,17 @@ class Conversation:
         if line == "/reset":
             self.messages = self.opening
         elif line.startswith("/tau "):
-            self.options = replace(self.options, tau=float(line.removeprefix("/tau ")))
+            self.set_tau(float(line.removeprefix("/tau ")))
         elif line.startswith("/"):
             raise UserError(f"{line}: no such command")
         elif line:
             self.ask(line, shaded)
+
+    def set_tau(self, tau: float) -> None:
+        if self.decoder.lossless:
+            raise UserError("--verify takes no tau: start the conversation without it")
+        check_tau(tau, self.decoder.options.metric)
+        self.tau = tau
 
 
 def main() -> None:
@@ -70,18 +72,16 @@ def main() -> None:
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)
-    model, chat = load_for_decoding(args, options)
+    model, chat = load_for_decoding(args)
     opening = [{"role": "system", "content": args.system}] if args.system else []
     conversation = Conversation(model, chat, options, opening)
-    # Find out now if no turn is possible.
-    conversation.request([*opening, {"role": "user", "content": "?"}])
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
     note(f"{COMMANDS}, Ctrl-C ends an answer, Ctrl-D the conversation")
     while True:
-        knob = f"tau {conversation.options.tau:g}> " if sys.stdout.isatty() else ""
+        knob = "> " if options.verify else f"tau {conversation.tau:g}> "
         try:
-            conversation.take(input(knob).strip(), args.show)
+            conversation.take(input(knob if sys.stdout.isatty() else "").strip(), args.show)
         except EOFError:
             return note("")
         except KeyboardInterrupt:  # of a half-typed line

@@ -7,71 +7,86 @@ The page is one file without network access. Its facts are a JSON object in its 
 """
 
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 
-from decode import Answer, Decision, Decoder, Options, confidences, load_for_decoding
+from torch import Tensor
+
+from decode import Decoder, Options, Sequence, confidences, load_for_decoding
+from model import Qwen2
 from plumbing.arguments import Parser, path, read_options
+from plumbing.attention import FastForward
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
-from plumbing.files import atomic_write
+from plumbing.files import all_or_nothing
+from plumbing.sampling import choose
 from plumbing.terminal import TextStream, note, print_answer
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
-class Trace:
-    """What each forward of a decoder with one row saw and decided."""
+class RecordedForward(FastForward):
+    """Keeps the logits that were asked for last: those of the candidates."""
 
-    def __init__(self, chat: Chat, decoder: Decoder):
+    def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:
+        self.logits = super().logits_at(hidden, columns)
+        return self.logits
+
+
+class TracedDecoder(Decoder):
+    """A decoder with one row that keeps what each forward saw and decided."""
+
+    def __init__(self, model: Qwen2, chat: Chat, options: Options, longest: int):
+        super().__init__(model, options, rows=1, longest=longest)
+        self.forward = RecordedForward(model, self.cache, options.compile)
         self.chat = chat
-        self.options = decoder.options
+        self.text = TextStream(chat)
         self.forwards: list[dict] = []
-        self.decoder = decoder
-        decoder.watch = self.watch
+
+    def decide(self, hidden: Tensor, last_columns: list[int], batch: list[Sequence]) -> list:
+        [sequence] = batch
+        facts = {
+            "checked": self.labels(sequence.guesses),
+            "groups": sequence.groups,
+            "masks": self.block if self.lossless else sequence.num_masks,  # in each group
+        }
+        decisions = super().decide(hidden, last_columns, batch)
+        [(tokens, held)] = decisions
+        candidates = self.candidates(sequence, held)
+        passed = len(tokens)
+        if self.lossless:
+            # The first is for the place of AR's own token. Without their group there are no others.
+            candidates = candidates[1:] if held in facts["groups"] else []
+            passed = len(sequence.guesses)  # the new ones, for the next forward
+        facts |= {"held": held, "tokens": tokens, "candidates": candidates, "passed": passed}
+        self.forwards.append(facts)
+        return decisions
+
+    def candidates(self, sequence: Sequence, held: int) -> list[tuple[str, float]]:
+        """Each candidate and how sure the model was of it."""
+        options = self.options
+        logits = self.forward.logits  # (1, C, V)
+        tokens = choose(logits, [sequence], options.temperature, options.seed, [held])
+        metric = "probability" if options.verify else options.metric
+        sure = confidences(logits.softmax(-1), tokens, metric)
+        return list(zip(self.labels(tokens[0].tolist()), sure[0].tolist()))
 
     def labels(self, tokens: list[int]) -> list[str]:
         return [self.chat.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
-    def watch(self, batch: list, outputs, candidates, decisions: list[Decision]) -> None:
-        """Called by the decoder within each forward, before the answer takes its tokens."""
-        [answer], [decision] = batch, decisions
-        probs = outputs.logits.softmax(-1)
-        sure = confidences(probs, candidates, self.options.metric)[0].tolist()
-        pairs = list(zip(self.labels(candidates[0].tolist()), sure))[: 1 + answer.num_masks]
-        passed = len(decision.tokens)
-        if self.options.verify:
-            # The first is for the place of AR's own token. Without their group there are no others.
-            pairs = pairs[1:] if decision.num_held in answer.groups else []
-            passed = len(decision.guesses)
-        self.forwards.append(
-            {
-                "checked": self.labels(answer.guesses),
-                "held": decision.num_held,
-                "tokens": self.labels(decision.tokens),
-                "groups": answer.groups,
-                "masks": answer.num_masks,  # in each group
-                "candidates": pairs,
-                "passed": passed,
-            }
-        )
-
-    def __iter__(self) -> Iterator[tuple[Answer, list[int]]]:
-        """Decode; yields what the decoder does."""
-        text = TextStream(self.chat)
-        for answer, tokens in self.decoder:
+    def step(self) -> list[tuple[Sequence, list[int]]]:
+        news = super().step()
+        for sequence, tokens in news:
             forward = self.forwards[-1]
-            forward["tokens"] = forward["tokens"][: len(tokens)]  # what was within the answer
-            forward["text"] = text.add(tokens)
-            forward["positions"] = answer.positions[-1]
-            yield answer, tokens
+            forward["tokens"] = self.labels(tokens)  # what was within the answer
+            forward["text"] = self.text.add(tokens)
+            forward["positions"] = sequence.positions[-1]
+        return news
 
     def page(self, prompt: str) -> str:
         facts = {
             "prompt": prompt,
-            "tau": self.options.tau if self.options.tau < math.inf else None,  # JSON has no inf
-            "metric": self.options.metric,
+            "tau": self.options.tau,
+            "metric": "probability" if self.options.verify else self.options.metric,
             "verify": self.options.verify,
             "forwards": self.forwards,
         }
@@ -91,13 +106,14 @@ def main() -> None:
     if args.page.suffix != ".html" or args.page.is_dir():
         raise UserError(f"{args.page}: name a file that ends with .html")
     options = read_options(args, Options)
-    model, chat = load_for_decoding(args, options)
-    prompt = chat.prompt([{"role": "user", "content": args.prompt}])
-    answer = Answer(chat.encode(prompt), model, options)
-    trace = Trace(chat, Decoder(model, [answer], options, rows=1))
-    print_answer(trace, chat, shaded=False)
-    page = trace.page(args.prompt)
-    atomic_write(args.page, lambda path: path.write_text(page, encoding="utf-8"))
+    model, chat = load_for_decoding(args)
+    prompt = chat.encode(chat.prompt([{"role": "user", "content": args.prompt}]))
+    decoder = TracedDecoder(model, chat, options, len(prompt) + options.max_new)
+    decoder.add(prompt)
+    with all_or_nothing(args.page.parent) as folder:  # or it fails now, not after the answer
+        print_answer(decoder, chat, shaded=False)
+        page = decoder.page(args.prompt)
+        (folder / args.page.name).write_text(page, encoding="utf-8")
     note(f"{args.page}: open it in a browser")
 
 

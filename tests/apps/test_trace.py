@@ -10,8 +10,8 @@ import torch
 from commands import MARS, PROMPT, command, is_refused
 from common import ROOT, toy_prompts
 
-from apps.trace import Trace
-from decode import Answer, Decoder, Options, generate
+from apps.trace import TracedDecoder
+from decode import Options, generate
 from model import load
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -22,8 +22,8 @@ SETTINGS = [
     {"tau": 0.3, "metric": "entropy"},
     {"tau": 0.6, "temperature": 1.0},
     {"verify": True},
-    {"verify": True, "tau": 0.9, "groups": 1},
-    {"verify": True, "metric": "entropy", "temperature": 1.0},
+    {"verify": True, "groups": 1},
+    {"verify": True, "temperature": 1.0},
     {"tau": 0.8, "max_new": 23},
     {"tau": 1.0},
 ]
@@ -37,11 +37,11 @@ def toy():
 def page_of(toy, prompt: list[int], shown: str = PROMPT, **settings) -> str:
     model, chat = toy
     options = Options(**settings)
-    answer = Answer(prompt, model, options)
-    trace = Trace(chat, Decoder(model, [answer], options, rows=1))
-    for _ in trace:
+    decoder = TracedDecoder(model, chat, options, longest=len(prompt) + options.max_new)
+    decoder.add(prompt)
+    for _ in decoder:
         pass
-    return trace.page(shown)
+    return decoder.page(shown)
 
 
 def facts_of(page: str) -> dict:
@@ -79,15 +79,16 @@ def test_each_forward_fits_the_next(toy, settings):
     forwards = facts_of(page_of(toy, prompt, **settings))["forwards"]
     for forward, following in zip(forwards, forwards[1:]):
         tokens = [token for token, _ in forward["candidates"]]
-        passes = [sure <= tau if is_entropy else sure >= tau for _, sure in forward["candidates"]]
         if options.verify:
             assert following["checked"] == tokens[: forward["passed"]]
             assert forward["tokens"][: forward["held"]] == forward["checked"][: forward["held"]]
             assert len(forward["tokens"]) == forward["held"] + 1
         else:
+            sure = [confidence for _, confidence in forward["candidates"]]
+            passes = [value <= tau if is_entropy else value >= tau for value in sure]
             passes[0] = True
             assert forward["tokens"] == tokens[: forward["passed"]]
-        assert forward["passed"] == [*passes, False].index(False)
+            assert forward["passed"] == [*passes, False].index(False)
         if not options.block_cache:
             num_new = 1 if options.verify else len(forward["tokens"])
             num_masks = following["masks"] * len(following["groups"])
