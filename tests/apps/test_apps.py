@@ -10,7 +10,7 @@ from commands import MARS, PROMPT, command, is_refused, process
 from common import ROOT
 
 from apps.chat import Conversation
-from decode import Answer, Decoder, Options, generate
+from decode import Decoder, Options, Sequence, generate
 from model import load
 from plumbing import scheduler
 from plumbing.data import encode
@@ -34,20 +34,20 @@ def converse(monkeypatch, lines: list, *words: object):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Every answer that a Decoder begins, in order."""
-    begun = []
-    step = Decoder.step
+    """Every sequence that is added to a Decoder, in order."""
+    added = []
+    add = Decoder.add
 
-    def spy(self):
-        begun.extend(self.waiting)
-        return step(self)
+    def spy(self, *args, **options):
+        added.append(add(self, *args, **options))
+        return added[-1]
 
-    monkeypatch.setattr(Decoder, "step", spy)
-    return begun
+    monkeypatch.setattr(Decoder, "add", spy)
+    return added
 
 
-def prompt_of(answer: Answer) -> list[int]:
-    return answer.ids[: -len(answer.tokens)]
+def prompt_of(sequence: Sequence) -> list[int]:
+    return sequence.text[: sequence.prompt_length]
 
 
 def test_a_conversation(monkeypatch, answers):
@@ -61,7 +61,7 @@ def test_a_conversation(monkeypatch, answers):
     assert done.out.count("The answer is 43.") == 2  # again after /reset
     first, second, third = answers
     assert prompt_of(third) == prompt_of(first)
-    assert second.ids[: len(first.ids)] == first.ids
+    assert second.text[: len(first.text)] == first.text
     assert first.positions[0] == len(prompt_of(first)) + 4  # all of it, and the masks
     assert second.positions[0] < 20 and third.positions[0] == 1  # only what is new
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
@@ -108,10 +108,10 @@ def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
     first, second = answers
     assert done.status == 0 and "Traceback" not in done.err
     assert first.done and first.forwards == 3 and second.forwards > 3
-    assert second.ids[: len(first.ids)] == first.ids  # the half answer is part of it
+    assert second.text[: len(first.text)] == first.text  # the half answer is part of it
 
 
-@pytest.mark.parametrize("where", ["commonprefix", "rewind"])
+@pytest.mark.parametrize("where", ["commonprefix", "begin"])
 def test_interrupting_before_the_first_forward(monkeypatch, where):
     """Ctrl-C may come between any two lines: the row must not claim keys that it does not have,
     and the answer must not wait for ever (both happened)."""
@@ -127,7 +127,7 @@ def test_interrupting_before_the_first_forward(monkeypatch, where):
         target = scheduler if where == "commonprefix" else conversation.decoder.cache
         patch.setattr(target, where, interrupt)
         conversation.ask("Hi again", shaded=False)
-    assert not conversation.decoder.waiting
+    assert all(sequence.done for sequence in conversation.decoder.scheduler.waiting)
     assert conversation.messages[-1] == {"role": "assistant", "content": ""}
     conversation.take("/reset", shaded=False)
     conversation.ask(PROMPT, shaded=False)
@@ -234,7 +234,7 @@ def test_answers_come_as_soon_as_those_before_are_done(tmp_path, monkeypatch):
 
     def spy(self):
         if not begun:
-            begun.extend(self.waiting)
+            begun.extend(self.scheduler.waiting)
         printed.append(sys.stdout.getvalue().count("\n"))
         done = [answer.done for answer in begun] + [False]
         assert printed[-1] == done.index(False)
@@ -296,7 +296,7 @@ TURN = {"role": "user", "content": "Hi"}
         ({"messages": [{"role": "user", "content": None}]}, "in:1: content that is not text"),
         ({"messages": [{"role": "user"}]}, "in:1: content that is not text"),
         ({"messages": [TURN, {"role": "assistant", "content": "Hello"}]}, "in:1: the last message"),
-        ({"prompt": "?", "tau": 2}, "in:1: tau 2.0: must be between 0 and 1"),
+        ({"prompt": "?", "tau": 2}, "in:1: tau 2: must be between 0 and 1"),
         ({"prompt": "?", "tau": float("nan")}, "in:1: tau nan: must be between 0 and 1"),
         ({"prompt": "?", "tau": "low"}, "in:1: tau must be a number"),
         ({"prompt": "half \ud83d"}, "in:1: "),
