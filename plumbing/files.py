@@ -42,6 +42,11 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def has_model(directory: Path) -> bool:
+    """Is there a model, or a part of one, that a new one would replace?"""
+    return any((directory / name).exists() for name in ("config.json", "model.safetensors"))
+
+
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards in its index, straight to `device`."""
     tensors = {}
