@@ -24,6 +24,7 @@ from plumbing.patch import (
     read_patch,
     write_patch,
 )
+from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
 NOT_OF_THE_BASE = ("block_size", "mask_token_id")  # what training, or loading, adds
@@ -90,6 +91,7 @@ def main() -> None:
     use.add_argument("out", type=path, help="the directory to write")
     use.add_argument("--any-weights", action="store_true", help="even if the base has others")
     args = parser.parse_args()
+    exit_on_sigterm()
     if args.command == "make":
         make(args.base, args.tuned, args.file, args.rank, args.license)
     else:

@@ -1,16 +1,15 @@
 """A checkpoint's tokenizer and chat template: messages -> text -> token ids, and back."""
 
-import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from .errors import UserError, first_line
+from .errors import UserError, failure_as, first_line
 from .files import read_json, refuse_pipe
 
 MASK = "<|mask|>"
@@ -90,20 +89,6 @@ class Chat:
         settings = json.dumps(self.settings, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(settings, "utf-8")
         (directory / "chat_template.jinja").write_text(self.template, "utf-8")
-
-
-@contextlib.contextmanager
-def failure_as(message: str) -> Iterator[None]:
-    """Turn any exception of a stranger's tokenizer or template into a UserError.
-
-    A panic of the tokenizer's Rust code is a BaseException, as Ctrl-C is.
-    """
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise UserError(f"{message} ({first_line(error)})") from None
 
 
 def read_if_there(path: Path) -> dict:
