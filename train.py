@@ -281,8 +281,9 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
                 (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
                 sums += torch.stack([noisy, clean]).detach()
             grad_norm = processes.clip_gradients(model, args.clip)
-            if not math.isfinite(grad_norm):
-                raise UserError(f"step {step + 1}: the gradient is not finite; try a smaller --lr")
+            if not 0 < grad_norm < math.inf:  # NaN, or 0 where hidden states overflow: a dead model
+                what = f"step {step + 1}: the gradient's norm is {grad_norm:g}"
+                raise UserError(f"{what}; try a smaller --lr")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1

@@ -1,5 +1,6 @@
 """The command line of train.py: one clear line for every bad input, and nothing half-written."""
 
+import math
 import runpy
 import sys
 
@@ -74,13 +75,26 @@ def test_fewer_examples_than_processes(tmp_path, data, monkeypatch):
     assert is_refused(done, "--batch 3: fewer examples than processes (4)")
 
 
-def test_a_learning_rate_that_is_too_high(tmp_path, data):
-    """What is not finite stops the run; the checkpoint before it stays."""
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 0.0])
+def test_a_learning_rate_that_is_too_high(tmp_path, data, monkeypatch, norm):
+    """Weights that exploded: the run stops, and the checkpoint before it stays.
+
+    Which norm they give depends on the CPU. Where every hidden state's square overflows, the final
+    norm is 0 and so is the gradient: such a run went to its end and left a dead model, status 0.
+    """
+    clip_gradients = train.processes.clip_gradients
+    norms = iter([1.0, norm])
+
+    def exploding(model, most):
+        clip_gradients(model, most)
+        return next(norms)
+
+    monkeypatch.setattr(train.processes, "clip_gradients", exploding)
     out = tmp_path / "out"
-    words = (*DRAFT, "--data", data, "--out", out, "--lr", 999, "--warmup", 0, "--save-every", 1)
-    done = run_train(*words, "--steps", 50)
-    assert done.status == 2 and "is not finite; try a smaller --lr" in done.err
-    assert done.err.count("\n") == 1
+    done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 5, "--save-every", 1)
+    assert done.status == 2 and done.err.count("\n") == 1
+    assert done.err.startswith(f"error: step 2: the gradient's norm is {norm:g}; try a smaller --lr")
+    assert f"{out} holds the model of step 1" in done.out
     newest = out / "checkpoints" / checkpoints(out)[-1]
     state = checkpoint_tensors(newest, tmp_path)
     assert all(tensor.isfinite().all() for tensor in state.values())
