@@ -357,6 +357,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat, Dataset, Run]:
     size = processes.rank_and_size()[1]
+    rows = JsonlFile(args.data)  # first: `locate` may download for long
     directory = locate(args.model)
     config = read_config(directory)
     positions = config.max_position_embeddings
@@ -366,7 +367,6 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
         raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
     if args.objective == "mars" and args.block > args.max_length:
         raise UserError(f"--block {args.block}: more than --max-length {args.max_length}")
-    rows = JsonlFile(args.data)
     run = Run(args.out, identity(args, rows), args.resume, args.overwrite)
     if args.from_scratch:
         chat = Chat(directory)
@@ -378,8 +378,8 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
         model.requires_grad_()
     model.config.block_size = args.block if args.objective == "mars" else None
     phases = args.block if args.block_phase == "random" else 1
-    eos = model.config.eos_token_id[0]
-    data = Dataset(rows, chat, eos, phases, args.max_length, args.seed, args.held_out)
+    ends = model.config.eos_token_id
+    data = Dataset(rows, chat, ends[0], phases, args.max_length, args.seed, args.held_out, ends)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     processes.say(
         f"{args.model}: {millions:.1f} M parameters on {size} x {device}; {len(rows)} rows"
