@@ -281,8 +281,9 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
                 (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
                 sums += torch.stack([noisy, clean]).detach()
             grad_norm = processes.clip_gradients(model, args.clip)
-            if not math.isfinite(grad_norm):
-                raise UserError(f"step {step + 1}: the gradient is not finite; try a smaller --lr")
+            if not 0 < grad_norm < math.inf:  # NaN, or 0 where hidden states overflow: a dead model
+                what = f"step {step + 1}: the gradient's norm is {grad_norm:g}"
+                raise UserError(f"{what}; try a smaller --lr")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
@@ -356,6 +357,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat, Dataset, Run]:
     size = processes.rank_and_size()[1]
+    rows = JsonlFile(args.data)  # first: `locate` may download for long
     directory = locate(args.model)
     config = read_config(directory, Config)
     positions = config.max_position_embeddings
@@ -365,7 +367,6 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
         raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
     if args.objective == "mars" and args.block > args.max_length:
         raise UserError(f"--block {args.block}: more than --max-length {args.max_length}")
-    rows = JsonlFile(args.data)
     run = Run(args.out, identity(args, rows), args.resume, args.overwrite)
     if args.from_scratch:
         chat = Chat(directory)
@@ -377,8 +378,8 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
         model.requires_grad_()
     model.config.block_size = args.block if args.objective == "mars" else None
     phases = args.block if args.block_phase == "random" else 1
-    eos = model.config.eos_token_id[0]
-    data = Dataset(rows, chat, eos, phases, args.max_length, args.seed, args.held_out)
+    ends = model.config.eos_token_id
+    data = Dataset(rows, chat, ends[0], phases, args.max_length, args.seed, args.held_out, ends)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     processes.say(
         f"{args.model}: {millions:.1f} M parameters on {size} x {device}; {len(rows)} rows"

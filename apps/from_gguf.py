@@ -10,7 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from plumbing.chat import Chat
-from plumbing.files import save, write_json
+from plumbing.errors import failure_as
+from plumbing.files import refuse_pipe, save, write_json
 
 CONTROL = 3  # the type of a special token in a GGUF file
 NAMES = {  # in a GGUF file: in a checkpoint
@@ -78,15 +79,19 @@ def read_weights(reader, num_heads: dict[str, int]) -> dict[str, Tensor]:
 
 def unpack(file: Path, directory: Path) -> None:
     """Write a checkpoint with the weights, the tokenizer and the chat template of a GGUF file."""
-    reader = GGUFReader(file)
+    refuse_pipe(file)
+    with failure_as(f"{file}: damaged, or not of a Llama"):
+        reader = GGUFReader(file)
 
-    def field(name: str):
-        return reader.fields[name].contents()
+        def field(name: str):
+            return reader.fields[name].contents()
 
-    config = read_config(field)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    read_tokenizer(field).save(str(directory / "tokenizer.json"))
-    end = field("tokenizer.ggml.tokens")[config["eos_token_id"]]
-    settings = {"eos_token": end, "chat_template": field("tokenizer.chat_template")}
+        config = read_config(field)
+        tokenizer = read_tokenizer(field)
+        end = field("tokenizer.ggml.tokens")[config["eos_token_id"]]
+        settings = {"eos_token": end, "chat_template": field("tokenizer.chat_template")}
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        weights = read_weights(reader, heads)
+    tokenizer.save(str(directory / "tokenizer.json"))
     write_json(directory / "tokenizer_config.json", settings)
-    save(directory, config, Chat(directory), read_weights(reader, heads))
+    save(directory, config, Chat(directory), weights)

@@ -7,6 +7,7 @@ BASE and TUNED are directories or hub ids. The patch fits only the base that it 
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,8 +16,16 @@ from model import load
 from plumbing.arguments import Parser, number, path
 from plumbing.config import config_json
 from plumbing.errors import UserError, run_main
-from plumbing.files import check_shapes, save
-from plumbing.patch import apply_patch, fingerprint, make_patch, read_patch, write_patch
+from plumbing.files import check_shapes, has_model, save
+from plumbing.patch import (
+    apply_patch,
+    check_tensors,
+    fingerprint,
+    make_patch,
+    read_patch,
+    write_patch,
+)
+from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
 NOT_OF_THE_BASE = ("block_size", "mask_token_id")  # what training, or loading, adds
@@ -45,7 +54,7 @@ def make(base: str, tuned: str, file: Path, rank: int, license: str) -> None:
 def apply(base: str, file: Path, out: Path, any_weights: bool, dtype=torch.bfloat16) -> None:
     """Write the directory `out`: base and patch. UserError if the patch is for another model."""
     patch, facts = read_patch(file)
-    if (out / "config.json").exists():
+    if has_model(out):
         raise UserError(f"{out}: has a model; choose another directory")
     model, chat = load(base)
     config = json.loads(json.dumps(config_json(model.config)))  # lists as in the patch's
@@ -59,9 +68,13 @@ def apply(base: str, file: Path, out: Path, any_weights: bool, dtype=torch.bfloa
         if not any_weights:
             raise UserError(f"{message} (--any-weights applies it nevertheless)")
         note(f"{message}: expect fewer tokens per forward")
-    apply_patch(weights, patch, chat.mask_id)
-    made = {"mask_token_id": chat.mask_id, "patch": fingerprint(patch)}
-    save(out, facts["config"] | made, chat, weights, dtype)
+    try:
+        new_config = replace(model.config, block_size=facts["config"].get("block_size"))
+        check_tensors(weights, patch, facts["rank"])
+        apply_patch(weights, patch, chat.mask_id)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from None
+    save(out, config_json(new_config) | {"patch": fingerprint(patch)}, chat, weights, dtype)
 
 
 def main() -> None:
@@ -79,6 +92,7 @@ def main() -> None:
     use.add_argument("out", type=path, help="the directory to write")
     use.add_argument("--any-weights", action="store_true", help="even if the base has others")
     args = parser.parse_args()
+    exit_on_sigterm()
     if args.command == "make":
         make(args.base, args.tuned, args.file, args.rank, args.license)
     else:

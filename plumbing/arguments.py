@@ -92,13 +92,17 @@ def read_options(args: argparse.Namespace, options: type) -> object:
 
 
 def check_options(options: object) -> None:
-    """Check the ranges of options that were built in Python."""
+    """Check the ranges and choices of options that were built in Python."""
     for field in dataclasses.fields(options):
         least, below = field.metadata["least"], field.metadata["below"]
+        choices = field.metadata["choices"]
         value = getattr(options, field.name)
-        if value is None or least is None:
+        if value is None:
             continue
-        if not (value >= least and value < (below or math.inf)):
+        if choices and value not in choices:
+            names = ", ".join(map(str, choices))
+            raise UserError(f"{field.name} {value!r}: must be one of {names}")
+        if least is not None and not (value >= least and value < (below or math.inf)):
             limit = f"at least {least}" + (f" and below {below}" if below else "")
             raise UserError(f"{field.name} {value}: must be {limit}")
 

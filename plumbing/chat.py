@@ -9,8 +9,8 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from .errors import UserError, first_line
-from .files import read_json
+from .errors import UserError, failure_as, first_line
+from .files import read_json, refuse_pipe
 
 MASK = "<|mask|>"
 CHATML = (
@@ -24,18 +24,17 @@ class Chat:
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.json"
-        try:
+        refuse_pipe(path)
+        with failure_as(f"{path}: missing or damaged"):
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception for everything
-            raise UserError(f"{path}: missing or damaged ({first_line(error)})") from None
+        self.tokenizer.no_truncation()  # transformers saves what it was last called with
+        self.tokenizer.no_padding()
         self.settings = read_if_there(directory / "tokenizer_config.json")
         self._add_listed_tokens(directory)
-        try:
+        refuse_pipe(directory / "chat_template.jinja")
+        with failure_as(f"{directory}: the chat template is damaged"):
             self.template = read_template(directory, self.settings.pop("chat_template", None))
             self._render = compile_template(self.template, self.settings)
-        except (TemplateError, OSError, ValueError, TypeError, KeyError) as error:
-            message = f"{directory}: the chat template is damaged ({first_line(error)})"
-            raise UserError(message) from None
 
     def _add_listed_tokens(self, directory: Path) -> None:
         """Add tokens that other files list and tokenizer.json lacks, at the ids listed there."""
@@ -74,14 +73,16 @@ class Chat:
         return text
 
     def encode(self, text: str) -> list[int]:
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:  # half of a surrogate pair, from broken JSON or a broken terminal
-            raise UserError(f"not valid Unicode: {text[:40]!a}") from None
+        with failure_as(f"the tokenizer fails on {text[:40]!a}"):
+            try:
+                return self.tokenizer.encode(text, add_special_tokens=False).ids
+            except TypeError:  # half of a surrogate pair, from broken JSON or a broken terminal
+                raise UserError(f"not valid Unicode: {text[:40]!a}") from None
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        with failure_as("the tokenizer cannot turn tokens into text"):
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def save(self, directory: Path) -> None:
         (directory / "tokenizer.json").write_text(self.tokenizer.to_str(pretty=True), "utf-8")

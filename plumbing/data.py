@@ -30,8 +30,11 @@ class Example:
         return len(self.tokens) - self.prompt
 
 
-def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
-    """The last assistant turn is the response, everything before it the prompt, as in the paper."""
+def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ...] = ()) -> Example:
+    """The last assistant turn is the response, everything before it the prompt, as in the paper.
+
+    eos: the token that ends the response; ends: all tokens at which a decoder would stop.
+    """
     messages = usable_messages(row)
     try:
         text = chat.prompt(messages[:-1])
@@ -44,7 +47,7 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int) -> Example:
             raise Unusable("a turn that the chat template drops")
     if not response:
         raise Unusable("an empty response")
-    if chat.mask_id in response or eos in response:  # never predicted, or only at the end
+    if not {chat.mask_id, eos, *ends}.isdisjoint(response):  # never predicted, or only at the end
         raise Unusable("a mask or end-of-turn token in the response")
     if not 0 < len(prompt) < max_length:
         raise Unusable(f"prompt of {max_length} tokens or more")
@@ -114,10 +117,13 @@ class Dataset:
         max_length: int,
         seed: int,
         held_out: int,
+        ends: tuple[int, ...] = (),
     ):
+        """eos, ends: see `encode`."""
         self.rows = rows
         self.chat = chat
         self.eos = eos
+        self.ends = ends
         self.phases = phases  # of the block grid: 1, or as many as a block has positions
         self.max_length = max_length
         self.seed = seed
@@ -134,15 +140,18 @@ class Dataset:
         found = Counter(self.skipped)
         for index in self.training:
             try:
-                encode(self.rows[index], self.chat, self.eos, self.max_length)
+                self._encode(index)
                 return
             except Unusable as reason:
                 found[str(reason)] += 1
         raise UserError(f"{self.rows.path}: no usable row: {reasons(found)}")
 
+    def _encode(self, index: int) -> Example:
+        return encode(self.rows[index], self.chat, self.eos, self.max_length, self.ends)
+
     def example(self, index: int, epoch: int) -> Example | None:
         try:
-            example = encode(self.rows[index], self.chat, self.eos, self.max_length)
+            example = self._encode(index)
         except Unusable as reason:
             if epoch <= 0:  # count a row once, however many epochs there are
                 self.skipped[str(reason)] += 1

@@ -1,13 +1,28 @@
 """Errors that the user can fix: one clear line, exit status 2, no traceback."""
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class UserError(ValueError):
     """Something the user can fix. The message says what is wrong, where, and what to do."""
+
+
+@contextlib.contextmanager
+def failure_as(message: str) -> Iterator[None]:
+    """Turn any exception that a stranger's file causes in a library into a UserError.
+
+    A panic of Rust code (tokenizers) is a BaseException, as Ctrl-C is.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{message} ({type(error).__name__}: {first_line(error)})") from None
 
 
 def run_main(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,19 @@ from .errors import UserError, describe
 
 # ------------------------------------------------------------------------------------------ reading
 
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # not quantized
+SHARD_NAME = re.compile(r"[\w. -]+")  # no directory, and nothing that is not Unicode
+
+
+def refuse_pipe(path: Path) -> None:
+    """Raise UserError for a pipe or a device: opening or reading one may take for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: not an ordinary file but a pipe or a device; copy the file there")
+
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; anything else is a UserError."""
+    refuse_pipe(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -31,14 +42,22 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def has_model(directory: Path) -> bool:
+    """Is there a model, or a part of one, that a new one would replace?"""
+    return any((directory / name).exists() for name in ("config.json", "model.safetensors"))
+
+
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards in its index, straight to `device`."""
     tensors = {}
     for path in weight_files(directory):
+        refuse_pipe(path)
         try:
             with safe_open(path, framework="pt", device=str(device)) as shard:
                 for name in shard.keys():
-                    tensors[name] = shard.get_tensor(name).to(dtype)
+                    tensor = shard.get_tensor(name)
+                    check_dtype(f"{path}: tensor {name}", tensor.dtype)
+                    tensors[name] = tensor.to(dtype)
                     if not tensors[name].sum().isfinite():  # quicker than to look at each number
                         raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
         except FileNotFoundError:  # also if it may not be read
@@ -54,6 +73,13 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
     return tensors
 
 
+def check_dtype(what: str, dtype: torch.dtype) -> None:
+    """Raise UserError for whole numbers, and for fewer bits, which have scales somewhere."""
+    if dtype not in WEIGHT_DTYPES:
+        kind = str(dtype).removeprefix("torch.")
+        raise UserError(f"{what} is {kind}; get the model unquantized, in bfloat16 or float32")
+
+
 def weight_files(directory: Path) -> list[Path]:
     whole = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
@@ -62,7 +88,11 @@ def weight_files(directory: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: has no weight_map")
-    return sorted({directory / str(name) for name in weight_map.values()})
+    names = set(map(str, weight_map.values()))
+    for name in names:
+        if not SHARD_NAME.fullmatch(name):
+            raise UserError(f"{index}: {name[:40]!a} is not the name of a file next to it")
+    return sorted(directory / name for name in names)
 
 
 def check_shapes(directory: Path, expected: Mapping, found: Mapping) -> None:

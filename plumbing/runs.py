@@ -11,7 +11,7 @@ from tqdm import tqdm
 from .checkpoints import Checkpoints, whole_weights
 from .data import reasons
 from .errors import UserError
-from .files import atomic_write, remove_leftovers, save
+from .files import atomic_write, has_model, remove_leftovers, save
 from .jsonl import JsonlFile
 from .processes import largest, leads, say, together
 from .signals import StopSignal
@@ -83,8 +83,7 @@ class Run:
         if newest and not newest["finished"] and not overwrite:
             what = "an unfinished run; --resume it, --overwrite it"
             raise UserError(f"--out {self.out}: has {what}, or choose another")
-        model = [self.out / "config.json", self.out / "model.safetensors"]
-        if (newest or any(file.exists() for file in model)) and not overwrite:
+        if (newest or has_model(self.out)) and not overwrite:
             raise UserError(f"--out {self.out}: has a model; --overwrite it, or choose another")
         if resume:
             say(f"{self.out}: no checkpoint to resume from; starting from the beginning")

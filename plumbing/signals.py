@@ -1,8 +1,9 @@
-"""Stopping a loop between two steps when a signal comes."""
+"""What a signal does: stop a loop between two steps, or end a command that has temporary files."""
 
 import contextlib
 import os
 import signal
+import sys
 
 from .processes import say
 
@@ -31,3 +32,8 @@ class StopSignal:
     def restore(self) -> None:
         for number, handler in self.former.items():
             signal.signal(number, handler)
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, so that temporary files are removed on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,10 +1,12 @@
 """The laptop-scale world in toy/: right answers, new test problems, reproducible files."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from common import ROOT
@@ -49,12 +51,46 @@ def test_toy_is_reproducible(tmp_path, monkeypatch):
         (("--rows", 0, "--out", "x.jsonl"), "--rows"),
         (("--rows", -1, "--out", "x.jsonl"), "--rows"),
         (("--rows", "many", "--out", "x.jsonl"), "--rows"),
+        # There are no so many problems, it ran for ever:
+        (("--rows", 10**30, "--out", "x.jsonl"), "--rows: must be at most 1000000"),
+        # These were tracebacks:
+        (("--rows", 5, "--out", "/proc/x"), "--out /proc/x: cannot be written"),
+        (("--rows", 5, "--out", "a\nb" * 100), "cannot be written (File name too long)"),
+        # The committed file was overwritten, and so was any other:
+        (("--rows", 5, "--out", "RELATIVE/toy/train.jsonl"), "is there already"),
+        (("--rows", 5, "--out", ROOT / "toy/test.jsonl"), "is there already"),
+        (("--hard", "--out", ROOT / "README.md"), "is there already"),
+        (("--rows", 5, "--out", "/dev/full"), "is there already"),
     ],
 )
 def test_bad_options(tmp_path, words, message):
     """--out nodir/x was once a traceback, and --rows 0 wrote 4,000 rows."""
-    command = [sys.executable, ROOT / "toy/make.py", *map(str, words)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    before = [(ROOT / name).read_bytes() for name in ("README.md", "toy/train.jsonl")]
+    words = [str(word).replace("RELATIVE", os.path.relpath(ROOT, tmp_path)) for word in words]
+    command = [sys.executable, ROOT / "toy/make.py", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=10)
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+    assert before == [(ROOT / name).read_bytes() for name in ("README.md", "toy/train.jsonl")]
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    """It was a traceback, and left the half-written file in the place of the old one."""
+    monkeypatch.syspath_prepend(str(ROOT / "toy"))
+    import make
+
+    write_text = Path.write_text
+
+    def full(path, text, encoding):
+        write_text(path, text[:100], encoding)
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "train.jsonl"
+    file.write_text("the old one")
+    monkeypatch.setattr(make, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["make.py"])
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit):
+        make.main()
+    assert file.read_text() == "the old one" and list(tmp_path.iterdir()) == [file]

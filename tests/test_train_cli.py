@@ -1,12 +1,13 @@
 """The command line of train.py: one clear line for every bad input, and nothing half-written."""
 
+import math
 import runpy
 import sys
 
 import pytest
 from commands import is_refused
 from common import ROOT
-from training import DRAFT, checkpoint_tensors, checkpoints, run_train
+from training import DRAFT, checkpoint_tensors, checkpoints, run_train, write
 
 import train
 from model import Qwen2
@@ -62,6 +63,23 @@ def test_bad_training_options(tmp_path, data, words, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_data_file_is_looked_at_first(tmp_path, monkeypatch):
+    """Without the file, the hub was asked for the model first, and the complaint was of the hub."""
+    monkeypatch.delattr(train, "locate")
+    done = run_train("--data", tmp_path / "dolci.jsonl", "--out", tmp_path / "out")
+    assert is_refused(done, "dolci.jsonl: cannot be read (No such file or directory)")
+
+
+def test_a_response_with_another_end_of_turn(tmp_path):
+    """A decoder stops at any of the config's; only the first of them was refused in a response."""
+    rows = [{"prompt": "?", "response": "12 plums"}]
+    rows.append({"prompt": "?", "response": "12 plums<|endoftext|>13 plums"})
+    data = write(tmp_path / "data.jsonl", rows).path
+    done = run_train(*DRAFT, "--data", data, "--out", tmp_path / "out", "--steps", 3)
+    assert done.status == 0
+    assert "skipped rows: 1 a mask or end-of-turn token in the response" in done.out
+
+
 def test_data_is_required(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_refused(run_train(), "the following arguments are required: --data")
@@ -74,13 +92,28 @@ def test_fewer_examples_than_processes(tmp_path, data, monkeypatch):
     assert is_refused(done, "--batch 3: fewer examples than processes (4)")
 
 
-def test_a_learning_rate_that_is_too_high(tmp_path, data):
-    """What is not finite stops the run; the checkpoint before it stays."""
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 0.0])
+def test_a_learning_rate_that_is_too_high(tmp_path, data, monkeypatch, norm):
+    """Weights that exploded: the run stops, and the checkpoint before it stays.
+
+    Which norm they give depends on the CPU. Where every hidden state's square overflows, the final
+    norm is 0 and so is the gradient: such a run went to its end and left a dead model, status 0.
+    """
+    clip_gradients = train.processes.clip_gradients
+    norms = iter([1.0, norm])
+
+    def exploding(model, most):
+        clip_gradients(model, most)
+        return next(norms)
+
+    monkeypatch.setattr(train.processes, "clip_gradients", exploding)
     out = tmp_path / "out"
-    words = (*DRAFT, "--data", data, "--out", out, "--lr", 999, "--warmup", 0, "--save-every", 1)
-    done = run_train(*words, "--steps", 50)
-    assert done.status == 2 and "is not finite; try a smaller --lr" in done.err
-    assert done.err.count("\n") == 1
+    done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 5, "--save-every", 1)
+    assert done.status == 2 and done.err.count("\n") == 1
+    assert done.err.startswith(
+        f"error: step 2: the gradient's norm is {norm:g}; try a smaller --lr"
+    )
+    assert f"{out} holds the model of step 1" in done.out
     newest = out / "checkpoints" / checkpoints(out)[-1]
     state = checkpoint_tensors(newest, tmp_path)
     assert all(tensor.isfinite().all() for tensor in state.values())

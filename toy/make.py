@@ -9,6 +9,7 @@ threshold decoding is about. Everything follows from fixed seeds; no training pr
 """
 
 import argparse
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 HERE = Path(__file__).parent
 TEST_ROWS, TRAIN_ROWS = 500, 4000
 HARD_TEST_ROWS = 1000  # of experiments.paper
+MOST_ROWS = 10**6  # far more, and there would be no new problems left
 VOCABULARY = 1024  # at most; the text yields fewer
 
 GIRLS = "Ada Mia Zoe Lena Nora Ruth Iris Emma Lily Anna Rosa Vera".split()
@@ -214,8 +216,19 @@ def split(world: World, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[li
 
 def write(path: Path, rows: list[dict]) -> None:
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
+    write_text(path, "".join(lines))
     print(f"{path}: {len(rows)} rows")
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of it or nothing: on a full disk the old file stays."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def train_tokenizer(rows: list[dict]) -> Tokenizer:
@@ -262,9 +275,9 @@ def write_base(tokenizer: Tokenizer) -> None:
         "eos_token_id": [end, tokenizer.token_to_id("<|endoftext|>")],
     }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (base / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (base / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    tokenizer.save(str(base / "tokenizer.json"))
+    write_text(base / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(base / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    write_text(base / "tokenizer.json", tokenizer.to_str(pretty=True))
     print(f"{base}: {tokenizer.get_vocab_size()} tokens")
 
 
@@ -276,18 +289,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "train.jsonl", help="its name")
     parser.add_argument("--hard", action="store_true", help="the world of experiments.paper")
     args = parser.parse_args()
-    default = args.out == parser.get_default("out")
+    try:
+        make(args, parser)
+    except OSError as error:
+        parser.error(f"--out {args.out}: cannot be written ({error.strerror})")
+
+
+def make(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    is_default = args.out == parser.get_default("out")
     if args.rows is not None and args.rows < 1:
         parser.error(f"--rows: must be at least 1, not {args.rows}")
-    if args.out.is_dir() or not args.out.parent.is_dir():
-        parser.error(f"--out {str(args.out)!r}: must be a file in a directory that exists")
-    if (args.rows is not None or args.hard) == default:
-        parser.error("--rows N (N > 0) and --hard need an --out, another than the committed file")
+    if args.rows is not None and args.rows > MOST_ROWS:
+        parser.error(f"--rows: must be at most {MOST_ROWS}, not {args.rows}")
+    if args.out.exists() and not is_default:
+        parser.error(f"--out {args.out}: is there already; choose another name")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no directory {args.out.parent}")
+    if (args.rows is not None or args.hard) == is_default:
+        parser.error(
+            "--rows N (N > 0) and --hard need an --out of another name, and it one of them"
+        )
 
     world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
     train, test = split(world, args.rows or TRAIN_ROWS, test_rows)
     write(args.out, train)
-    if default:
+    if is_default:
         write(HERE / "test.jsonl", test)
         write_base(train_tokenizer(train))
 

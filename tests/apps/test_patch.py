@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from apps.patch import apply
 from model import Config, add_mask_token, initialize, load
 from plumbing.chat import Chat
+from plumbing.errors import UserError
 from plumbing.patch import (
     apply_patch,
     fingerprint,
@@ -22,6 +25,7 @@ from plumbing.patch import (
     make_patch,
     read_patch,
     to_code,
+    write_patch,
 )
 
 
@@ -71,7 +75,7 @@ def test_numbers_and_their_scale():
     columns = torch.randn(500, 9)
     weights = torch.linspace(9, 1, 9)
     code, scale = to_code(columns, weights)
-    numbers = from_code(code, rank=9)
+    numbers = from_code(code, 500, 9)
     assert torch.equal(numbers, numbers.round()) and scale.shape == (9,)
     step = 0.62 * (columns * weights).square().mean().sqrt() / weights
     error = scale * numbers - columns
@@ -183,6 +187,148 @@ def test_bad_patches_and_other_bases_are_refused(tmp_path):
     done = command("apps.patch", "make", base, "toy/mars", tmp_path / "new.safetensors")
     assert is_refused(done, "expected")
     assert not out.exists() and not (tmp_path / "new.safetensors").exists()
+
+
+MATRIX = "model.layers.0.mlp.up_proj.weight"  # (80, 48)
+VECTOR = "model.norm.weight.difference"
+ROW = "model.embed_tokens.weight.mask_row"
+BOMB = zlib.compress(bytes(10**8))
+
+
+def code_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "name, tensor, message",
+    [
+        # These were applied: the model was broken, and the status 0.
+        (MATRIX + ".scale", torch.full((4,), math.nan), "is not finite"),
+        (MATRIX + ".scale", torch.full((4,), 3e38), "is not finite"),
+        (VECTOR, torch.full((48,), math.inf).bfloat16(), "is not finite"),
+        (VECTOR, torch.ones(1).bfloat16(), "expected (48,) bfloat16, found (1,) bfloat16"),
+        (VECTOR, torch.tensor(1.0).bfloat16(), "expected (48,) bfloat16, found () bfloat16"),
+        (VECTOR, torch.ones(48, dtype=torch.int64), "expected (48,) bfloat16, found (48,) int64"),
+        (
+            MATRIX + ".scale",
+            torch.ones(4, dtype=torch.complex64),
+            "expected (4,) float32, found (4",
+        ),
+        ("surplus", torch.ones(2), "tensor surplus: expected no such tensor, found (2,) float32"),
+        # These were tracebacks:
+        (MATRIX + ".scale", torch.ones(3), "expected (4,) float32, found (3,) float32"),
+        (MATRIX + ".scale", torch.ones(0), "expected (4,) float32, found (0,) float32"),
+        (MATRIX + ".left", None, "expected a code, found none"),
+        (MATRIX + ".left", torch.zeros(4, 4).byte(), "expected a code, found (4, 4)"),
+        (MATRIX + ".left", torch.zeros(0).byte(), "damaged; make or download it again"),
+        (
+            MATRIX + ".left",
+            code_of(zlib.compress(bytes(319))),
+            "damaged; make or download it again",
+        ),
+        (
+            MATRIX + ".left",
+            code_of(zlib.compress(bytes(320))[:-1]),
+            "damaged; make or download it again",
+        ),
+        (MATRIX + ".right", torch.ones(9), "expected a code, found (9,) float32"),
+        (ROW, None, "expected (48,) bfloat16, found none"),
+        (ROW, torch.ones(47).bfloat16(), "expected (48,) bfloat16, found (47,) bfloat16"),
+        # It was unpacked whole before its size was looked at:
+        (MATRIX + ".left", code_of(BOMB), "damaged; make or download it again"),
+    ],
+)
+def test_tensors_that_no_patch_has(tmp_path, name, tensor, message):
+    base, tuned = models(tmp_path)
+    command("apps.patch", "make", base, tuned, tmp_path / "p", "--rank", 4)
+    patch, facts = read_patch(tmp_path / "p")
+    patch.pop(name, None)
+    if tensor is not None:
+        patch[name] = tensor
+    write_patch(tmp_path / "other", patch, facts)
+    done = command("apps.patch", "apply", base, tmp_path / "other", tmp_path / "out")
+    assert is_refused(done, message)
+    assert f"{tmp_path / 'other'}: " in done.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"config": {"block_size": -1}}, "block_size -1: must be a whole number above 0"),
+        ({"config": {"block_size": "4"}}, "block_size '4': must be a whole number above 0"),
+        ({"config": {"auto_map": {"AutoModel": "x.py"}}}, "(auto_map "),
+        ({"config": {"vocab_size": 10**9}}, "(vocab_size 1000000000, found 640)"),
+        ({"rank": "4"}, "not a patch"),
+        ({"rank": 0}, "not a patch"),
+        ({"rank": 10**9}, "expected (48,) float32, found (4,) float32"),
+        ({"rank": None}, "not a patch"),
+        ({"base": ["x"]}, "not a patch"),
+    ],
+)
+def test_facts_that_no_patch_has(tmp_path, changes, message):
+    """The config was written as the patch had it: such a model could not be loaded."""
+    base, tuned = models(tmp_path)
+    command("apps.patch", "make", base, tuned, tmp_path / "p", "--rank", 4)
+    patch, facts = read_patch(tmp_path / "p")
+    if "config" in changes:
+        changes = {"config": facts["config"] | changes["config"]}
+    write_patch(tmp_path / "other", patch, facts | changes)
+    done = command("apps.patch", "apply", base, tmp_path / "other", tmp_path / "out")
+    assert is_refused(done, message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_patch_that_lacks_a_setting(tmp_path):
+    """What the patch's config lacked, the model that was written lacked, too."""
+    base, tuned = models(tmp_path)
+    command("apps.patch", "make", base, tuned, tmp_path / "p")
+    patch, facts = read_patch(tmp_path / "p")
+    del facts["config"]["rms_norm_eps"], facts["config"]["vocab_size"]
+    write_patch(tmp_path / "other", patch, facts)
+    done = command("apps.patch", "apply", base, tmp_path / "other", tmp_path / "out")
+    assert done.status == 0, done.err
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rms_norm_eps"] == 1e-6 and config["vocab_size"] == 640
+
+
+def test_any_change_of_a_patch_is_noticed(tmp_path):
+    """A vector's numbers had no checksum: one that was damaged on the way was applied."""
+    base, tuned = models(tmp_path)
+    file = tmp_path / "p"
+    command("apps.patch", "make", base, tuned, file)
+    whole = file.read_bytes()
+    rng = random.Random(0)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(30):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(header, len(whole))] ^= 1 << rng.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged; make or download it again"):
+            read_patch(file)
+    file.write_bytes(whole)
+    metadata = {"mars_patch": json.dumps(read_patch(file)[1] | {"license": "none"})}
+    save_file(load_file(file), file, metadata=metadata)
+    with pytest.raises(UserError, match="damaged; make or download it again"):
+        read_patch(file)
+
+
+def test_a_pipe_in_place_of_a_patch(tmp_path):
+    """Opening one waited for ever for somebody to write into it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: not an ordinary file"):
+        read_patch(tmp_path / "pipe")
+
+
+def test_weights_without_a_config_are_not_overwritten(tmp_path):
+    """Only config.json was looked for: the weights of another model were lost."""
+    base, tuned = models(tmp_path)
+    command("apps.patch", "make", base, tuned, tmp_path / "p")
+    (Path(tuned) / "config.json").unlink()
+    weights = Path(tuned) / "model.safetensors"
+    before = weights.read_bytes()
+    assert is_refused(command("apps.patch", "apply", base, tmp_path / "p", tuned), "has a model")
+    assert weights.read_bytes() == before
 
 
 def test_any_weights_applies_a_patch_to_other_weights(tmp_path):

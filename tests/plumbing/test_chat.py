@@ -1,7 +1,9 @@
 """Chat prompts and tokens: those of transformers, and what a template or tokenizer may not do."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,9 +90,12 @@ def test_templates_that_fail_in_any_way(tmp_path, template, message):
 
 
 def test_templates_that_cannot_be_read(tmp_path):
+    """One with deep nesting was a RecursionError, or a SyntaxError of the code that Jinja makes."""
     copy_tokenizer(tmp_path)
     file = tmp_path / "chat_template.jinja"
-    for content in (b"\xff\xfe", b"{% for %}"):
+    deep = b"{{ " + 9000 * b"(" + b"1" + 9000 * b")" + b" }}"
+    blocks = 150 * b"{% if 1 %}" + 150 * b"{% endif %}"
+    for content in (b"\xff\xfe", b"{% for %}", deep, blocks):
         file.write_bytes(content)
         with pytest.raises(UserError, match="chat template is damaged"):
             Chat(tmp_path)
@@ -98,6 +103,80 @@ def test_templates_that_cannot_be_read(tmp_path):
     named = {"chat_template": [{"name": "tools", "template": ""}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     with pytest.raises(UserError, match="chat template is damaged"):
+        Chat(tmp_path)
+
+
+def edit_tokenizer(directory: Path, **changes: object) -> None:
+    """Copy the toy tokenizer to `directory`, with other settings in tokenizer.json."""
+    copy_tokenizer(directory)
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_truncation_and_padding_that_the_tokenizer_stores(tmp_path):
+    """They were obeyed: a prompt of 40 tokens lost its end, the assistant's header with it.
+
+    transformers writes them to tokenizer.json when it saves a tokenizer that was called with
+    truncation=True, and does not obey them in apply_chat_template.
+    """
+    truncation = {"max_length": 16, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    padding = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    edit_tokenizer(tmp_path, truncation=truncation, padding=padding)
+    chat = Chat(tmp_path)
+    text = chat.prompt(CONVERSATIONS["several turns"])
+    assert chat.encode(text) == Chat(BASE).encode(text) and len(chat.encode(text)) > 16
+    chat.save(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert saved["truncation"] is None and saved["padding"] is None
+
+
+WORDS_ONLY = {"type": "WordLevel", "vocab": {"Hi": 0}, "unk_token": "[UNK]"}  # which it lacks
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": WORDS_ONLY, "added_tokens": []}, r"WordLevel error: Missing \[UNK\]"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
+    ],
+)
+def test_a_tokenizer_that_fails_on_a_text(tmp_path, changes, message):
+    """A plain Exception, or a panic of its Rust code, which is a BaseException: tracebacks once."""
+    edit_tokenizer(tmp_path, **changes)
+    with pytest.raises(UserError, match="the tokenizer fails on 'Hello'.*" + message):
+        Chat(tmp_path).encode("Hello")
+
+
+def test_a_tokenizer_that_panics_when_it_is_read(tmp_path):
+    model = json.loads((BASE / "tokenizer.json").read_text())["model"]
+    edit_tokenizer(tmp_path, model=model | {"continuing_subword_prefix": "é"})
+    with pytest.raises(UserError, match="tokenizer.json: missing or damaged"):
+        Chat(tmp_path)
+
+
+def test_interrupting_a_tokenizer_is_no_damage(monkeypatch):
+    """What catches a panic must not catch Ctrl-C."""
+
+    class Interrupted:
+        def encode(self, *_, **__):
+            raise KeyboardInterrupt
+
+    chat = Chat(BASE)
+    chat.tokenizer = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        chat.encode("Hello")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja"]
+)
+def test_a_pipe_in_place_of_a_file(tmp_path, name):
+    """Opening one waited for ever for somebody to write into it."""
+    copy_tokenizer(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}: not an ordinary file"):
         Chat(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Directories of models: what loading refuses and accepts, and what a failed save leaves."""
 
 import json
+import os
 import stat
 
 import pytest
@@ -146,6 +147,50 @@ def test_weights_that_are_refused(checkpoint):
         load(str(checkpoint))
     (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.st"}}')
     with pytest.raises(UserError, match="gone.st: no such file"):
+        load(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
+)
+def test_weights_that_are_quantized(checkpoint, dtype):
+    """Their codes were taken for the weights, without a word: the answers were noise."""
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def quantize(tensors):
+        if dtype == torch.float4_e2m1fn_x2:
+            tensors[name] = tensors[name].to(torch.uint8).view(dtype)
+        else:
+            tensors[name] = tensors[name].to(dtype)
+
+    edit_tensors(checkpoint, quantize)
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(UserError, match=f"tensor {name} is {kind}; get the model unquantized"):
+        load(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors", "shard.safetensors"]
+)
+def test_a_pipe_in_place_of_a_file(checkpoint, name):
+    """Opening one waited for ever for somebody to write into it."""
+    if name == "shard.safetensors":
+        (checkpoint / "model.safetensors").unlink()
+        index = {"weight_map": {"model.norm.weight": name}}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    (checkpoint / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(UserError, match=f"{name}: not an ordinary file"):
+        load(str(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["\ud83d", "a\0b", "", "../m/shard.safetensors", "/dev/zero"])
+def test_shards_that_are_no_names_of_files(checkpoint, name):
+    """Half of a surrogate pair was a UnicodeEncodeError; others could name files anywhere."""
+    (checkpoint / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": name}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="index.json: .* is not the name of a file next to it"):
         load(str(checkpoint))
 
 

@@ -1,0 +1,39 @@
+"""Options that are built in Python: the rules of the command line hold for them, too."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from plumbing.arguments import check_options, option
+from plumbing.errors import UserError
+
+
+@dataclass
+class Reader:
+    """What a reader of docs/change-it.md may add."""
+
+    penalty: float = option(0.0, "a number with a range", least=0, below=2)
+    order: str = option("first", "one of several words", choices=("first", "last"))
+    limit: int | None = option(None, "nothing, or a number", kind=int, least=1)
+    window: str | None = option(None, "nothing, or a word", kind=str, choices=("small", "large"))
+
+
+def test_options_that_are_accepted():
+    check_options(Reader())
+    check_options(Reader(penalty=1.9, order="last", limit=1, window="large"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (Reader(penalty=-1), "penalty -1: must be at least 0 and below 2"),
+        (Reader(penalty=float("nan")), "penalty nan: must be at least 0 and below 2"),
+        (Reader(limit=0), "limit 0: must be at least 1"),
+        # Only the command line looked at choices:
+        (Reader(order="nonsense"), "order 'nonsense': must be one of first, last"),
+        (Reader(window="huge"), "window 'huge': must be one of small, large"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        check_options(options)
