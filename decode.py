@@ -432,6 +432,7 @@ def load_for_decoding(args) -> tuple:
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
+    chat.template_options = dict(args.template_option)
     use_free_cores(model)
     return model, chat
 
@@ -442,6 +443,7 @@ def main() -> None:
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
     parser.add_argument("--show", action="store_true", help="shade tokens accepted in one forward")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
+    parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
     if not args.prompt.strip():

@@ -330,6 +330,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     # fmt: off
     add("--data", type=path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "directory or hub id to start from")
+    parser.add_template_option()
     flag("--from-scratch", help="use only its config and tokenizer")
     add("--out", type=path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
     flag("--overwrite", help="replace the model or run in --out")
@@ -376,6 +377,7 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
     else:
         model, chat = load(args.model, device)
         model.requires_grad_()
+    chat.template_options = dict(args.template_option)
     model.config.block_size = args.block if args.objective == "mars" else None
     phases = args.block if args.block_phase == "random" else 1
     ends = model.config.eos_token_id

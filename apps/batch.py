@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rows", type=number(int, 1), default=8, help="prompts at a time")
     parser.add_argument("--tau-busy", type=number(float, 0), help="tau while prompts wait")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
+    parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)

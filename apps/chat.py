@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
     parser.add_argument("--show", action="store_true", help="shade tokens accepted in one forward")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
+    parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)

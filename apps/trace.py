@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("page", metavar="PAGE.html", type=path, help="the file to write")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
+    parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
     if not args.prompt.strip():

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,14 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
         help = "(default: bfloat16 on cuda, else float32)"
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
+
+    def add_template_option(self) -> None:
+        """Add --template-option, for Chat.template_options: a list of (name, value)."""
+        help = "for the chat template, such as enable_thinking=false; may be repeated"
+        name = "--template-option"
+        self.add_argument(
+            name, action="append", default=[], type=template_option, metavar="NAME=VALUE", help=help
+        )
 
     def add_options(self, options: type, without: tuple[str, ...] = ()) -> None:
         """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""
@@ -77,6 +86,17 @@ def path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("must name a file or directory")
     return Path(text)
+
+
+def template_option(text: str) -> tuple[str, object]:
+    """An argparse type: a name, and a value as in JSON (true, false, a number) or a plain text."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier() or name in ("messages", "add_generation_prompt"):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def option(default: object, help: str, kind=None, least=None, below=None, choices=None):

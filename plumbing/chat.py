@@ -23,6 +23,7 @@ class Chat:
     """The tokenizer and chat template in `directory`; without a template, ChatML."""
 
     def __init__(self, directory: Path):
+        self.template_options: dict[str, object] = {}  # names that the template may ask for
         path = directory / "tokenizer.json"
         refuse_pipe(path)
         with failure_as(f"{path}: missing or damaged"):
@@ -64,7 +65,9 @@ class Chat:
     def prompt(self, messages: list[dict]) -> str:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
         try:
-            text = self._render(messages=messages, add_generation_prompt=True)
+            text = self._render(
+                messages=messages, add_generation_prompt=True, **self.template_options
+            )
         except Exception as error:  # the template is somebody's program: it may fail in any way
             reason = first_line(error)
             raise UserError(f"the chat template refuses this conversation: {reason}") from None

@@ -43,7 +43,8 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ..
     except UserError:
         raise Unusable("refused by the chat template or the tokenizer") from None
     for message in messages[:-1]:
-        if message["content"].strip() not in text:  # Qwen2.5's template drops some roles
+        said = message["content"].split("</think>")[-1]  # Qwen3's template drops former thoughts
+        if said.strip() not in text:  # and Qwen2.5's some roles
             raise Unusable("a turn that the chat template drops")
     if not response:
         raise Unusable("an empty response")

@@ -1,4 +1,4 @@
-"""Qwen3 against transformers: no biases, norms of each head's queries and keys, its own head_dim."""
+"""Qwen3 against transformers: no biases, norms of queries and keys, its own head_dim."""
 
 import json
 import random
@@ -11,7 +11,9 @@ from common import ROOT, cases, copy_tokenizer
 
 from decode import generate, naive
 from model import Config, load
+from plumbing.chat import Chat
 from plumbing.config import read_config
+from plumbing.data import encode
 
 
 def their_model(directory, rng: random.Random, shards: int = 1):
@@ -176,3 +178,80 @@ def test_what_is_refused(tmp_path, changes, message):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     assert is_refused(command("decode", "--model", tmp_path, "--prompt", "Hi"), message)
+
+
+# -------------------------------------------------------------------------------- the chat template
+
+# What Qwen3's does with thoughts: an answer begins with a block for them, empty if there are none;
+# in earlier turns there is no block.
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.last %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+TURNS = [
+    {"role": "user", "content": "How many plums?"},
+    {"role": "assistant", "content": "<think>\nSeven?\n</think>\n\nThere are 7 plums."},
+    {"role": "user", "content": "And now?"},
+]
+
+
+@pytest.fixture
+def thinker(tmp_path):
+    """A directory with this template, and transformers' tokenizer of it."""
+    their_model(tmp_path, random.Random(0))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path, transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+
+def rendered(tokenizer, messages: list[dict], **options) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_prompts_are_those_of_transformers(thinker, options):
+    directory, theirs = thinker
+    chat = Chat(directory)
+    chat.template_options = options
+    expected = rendered(theirs, TURNS, add_generation_prompt=True, **options)
+    assert chat.prompt(TURNS) == expected
+    assert expected.endswith("</think>\n\n") == (options == {"enable_thinking": False})
+
+
+def test_training_data_without_thoughts_are_those_of_transformers(thinker):
+    """With the option: prompt and response are the whole conversation as transformers writes it."""
+    directory, theirs = thinker
+    chat = Chat(directory)
+    chat.template_options = {"enable_thinking": False}
+    messages = [*TURNS, {"role": "assistant", "content": "Still 7."}]
+    example = encode({"messages": messages}, chat, eos=2, max_length=512)
+    expected = rendered(theirs, messages).removesuffix("<|im_end|>\n")
+    text = chat.tokenizer.decode(example.tokens[:-1], skip_special_tokens=False)
+    assert text == expected and example.tokens[-1] == 2
+    response = chat.tokenizer.decode(example.tokens[example.prompt : -1])
+    assert response == "Still 7."
+
+
+def test_the_option_reaches_decoding_and_training(thinker, tmp_path):
+    directory, _ = thinker
+    (directory / "chat_template.jinja").write_text("{{ 'x' * (100 if mood == 'long' else 1) }}")
+    words = ["--model", directory, "--template-option", "mood=long"]
+    done = command("decode", *words, "--prompt", "Hi", "--max-new", 500)
+    assert is_refused(done, "a prompt of 1")  # 100 tokens or more
+    assert command("decode", *words[:2], "--prompt", "Hi", "--max-new", 500).status == 0
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "Hi", "response": "Ho"}))
+    done = command("train", *words, "--data", data, "--max-length", 50, "--out", tmp_path / "out")
+    assert is_refused(done, "no usable row: 1 ")
+    done = command("decode", *words[:2], "--template-option", "mood", "--prompt", "Hi")
+    assert is_refused(done, "--template-option: must be NAME=VALUE, not 'mood'")
