@@ -104,10 +104,10 @@ class Lossless:
         for row, (sequence, new) in enumerate(zip(batch, candidates.tolist())):
             decisions.append((ar_tokens[row][: held[row] + 1], held[row]))
             if sequence:
-                had_group = held[row] in sequence.groups
                 # Candidate 0 is AR's next token once more: the guesses come after it.
-                sequence.guesses = new[1:] if had_group else []
-                self.plan(sequence, chances[row][1:])
+                count = self.num_useful(sequence, held[row])
+                sequence.guesses = new[1 : 1 + count]
+                self.plan(sequence, chances[row][1 : 1 + count])
         return decisions
 
     def choose(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
@@ -119,16 +119,25 @@ class Lossless:
         """The 1 + B columns of each row's feed that predict what comes next.
 
         First the column of the last guess that holds (of x if none does), then those of the group
-        that saw exactly the guesses that hold (any columns if it is missing).
+        that saw exactly the guesses that hold. If it is missing, of one that saw fewer: its masks
+        predict the same places, but the first of them places that are known by now.
         """
         columns = []
         for sequence, last, num_held in zip(batch, last_columns, held):
-            first = last + 1
-            if sequence and num_held in sequence.groups:
-                num_groups_before = sequence.groups.index(num_held)
-                first += len(sequence.guesses) + num_groups_before * self.block
+            first = last + 1  # any column will do where no mask is of use
+            if sequence and self.num_useful(sequence, num_held):
+                j = best_group(sequence.groups, num_held)
+                num_masks_before = sequence.groups.index(j) * self.block + num_held - j
+                first += len(sequence.guesses) + num_masks_before
             columns.append([last + num_held, *range(first, first + self.block)])
         return columns
+
+    def num_useful(self, sequence, num_held: int) -> int:
+        """How many masks predict a place that is still open, and saw no guess that failed."""
+        j = best_group(sequence.groups, num_held)
+        if j is None:
+            return 0
+        return max(0, self.block - (num_held - j))
 
     def plan(self, sequence, chances: list[float]) -> None:
         """Keep the new guesses that are worth a position, and set the groups to feed with them.
@@ -155,6 +164,11 @@ def count_held(ar_tokens: list[int], guesses: list[int]) -> int:
         if guess != ar_tokens[held]:
             return held
     return len(guesses)
+
+
+def best_group(groups: list[int], num_held: int) -> int | None:
+    """The group that saw the most guesses, all of which hold."""
+    return max((j for j in groups if j <= num_held), default=None)
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:
