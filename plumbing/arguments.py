@@ -92,10 +92,13 @@ def read_options(args: argparse.Namespace, options: type) -> object:
 
 
 def check_options(options: object) -> None:
-    """Check the ranges of options that were built in Python."""
+    """Check the ranges and choices of options that were built in Python."""
     for field in dataclasses.fields(options):
         least, below = field.metadata["least"], field.metadata["below"]
+        choices = field.metadata["choices"]
         value = getattr(options, field.name)
+        if choices and value not in choices:
+            raise UserError(f"{field.name} {value!r:.60}: must be one of {', '.join(choices)}")
         if value is None or least is None:
             continue
         if not (value >= least and value < (below or math.inf)):
