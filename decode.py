@@ -434,7 +434,8 @@ def load_for_decoding(args) -> tuple:
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
-    use_free_cores(model)
+    if not args.compile:  # each number of threads would be compiled anew
+        use_free_cores(model)
     return model, chat
 
 
