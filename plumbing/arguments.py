@@ -97,11 +97,12 @@ def check_options(options: object) -> None:
         least, below = field.metadata["least"], field.metadata["below"]
         choices = field.metadata["choices"]
         value = getattr(options, field.name)
-        if choices and value not in choices:
-            raise UserError(f"{field.name} {value!r:.60}: must be one of {', '.join(choices)}")
-        if value is None or least is None:
+        if value is None:
             continue
-        if not (value >= least and value < (below or math.inf)):
+        if choices and value not in choices:
+            names = ", ".join(map(str, choices))
+            raise UserError(f"{field.name} {value!r}: must be one of {names}")
+        if least is not None and not (value >= least and value < (below or math.inf)):
             limit = f"at least {least}" + (f" and below {below}" if below else "")
             raise UserError(f"{field.name} {value}: must be {limit}")
 
