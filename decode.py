@@ -115,6 +115,8 @@ class Sequence:
         """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
         if not prompt or not all(0 <= token < config.vocab_size for token in prompt):
             raise UserError(f"a prompt must be token ids below {config.vocab_size}, at least one")
+        if max_new < 1:
+            raise UserError(f"max_new {max_new}: must be at least 1")
         if len(prompt) + max_new > config.max_position_embeddings:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
@@ -272,7 +274,7 @@ class Decoder:
             raise UserError("verify takes no tau, for it checks every guess")
         elif not callable(tau):
             check_tau(tau, self.options.metric)
-        max_new = max_new or self.options.max_new
+        max_new = self.options.max_new if max_new is None else max_new
         index = self.num_added if index is None else index
         sequence = Sequence(prompt, self.model.config, max_new, tau, index)
         if len(prompt) + max_new > self.longest:
@@ -433,7 +435,8 @@ def load_for_decoding(args) -> tuple:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
     chat.template_options = dict(args.template_option)
-    use_free_cores(model)
+    if not args.compile:  # each number of threads would be compiled anew
+        use_free_cores(model)
     return model, chat
 
 

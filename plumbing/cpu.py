@@ -13,11 +13,21 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # ----------------------------------------------------------------------------------------- weights
 
 ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-_copies = weakref.WeakKeyDictionary()  # of a model: its weights' versions, and its fast copy
+_copies = weakref.WeakKeyDictionary()  # of a model: versions of its weights, they, a fast copy
+_num_steps = 0  # of all of torch's optimizers in this process
+
+
+def count_step(*_: object) -> None:
+    global _num_steps
+    _num_steps += 1
+
+
+register_optimizer_step_post_hook(count_step)
 
 
 def fast_copy(model: nn.Module) -> nn.Module:
@@ -27,14 +37,16 @@ def fast_copy(model: nn.Module) -> nn.Module:
     and is made anew when the weights have changed. (A change through `weight.data` or numpy cannot
     be seen: torch counts the others.)
     """
-    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+    is_fast_in = {torch.float32: True, torch.bfloat16: can_pack()}
+    if model.device.type != "cpu" or not is_fast_in.get(model.dtype):
+        _copies.pop(model, None)
         return model
-    if model.dtype == torch.bfloat16 and not can_pack():
-        return model
-    versions = [version(weight) for weight in model.parameters()]
+    weights = [weight.detach() for weight in model.parameters()]
+    versions = [version(weight) for weight in weights]
     if model not in _copies or _copies[model][0] != versions:
-        _copies[model] = versions, make_copy(model)
-    return _copies[model][1]
+        # The weights are kept, or new ones might get their memory, and so look like them.
+        _copies[model] = versions, weights, make_copy(model)
+    return _copies[model][-1]
 
 
 def can_pack() -> bool:
@@ -44,8 +56,8 @@ def can_pack() -> bool:
 
 def version(weight: Tensor) -> tuple:
     """Another one for other values, except for what fast_copy says."""
-    number = 0 if weight.is_inference() else weight._version
-    return weight.data_ptr(), number, weight.dtype
+    number = 0 if weight.is_inference() else weight._version  # a fused optimizer leaves it as it is
+    return weight.data_ptr(), number, weight.dtype, _num_steps
 
 
 def make_copy(model: nn.Module) -> nn.Module:

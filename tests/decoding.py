@@ -1,12 +1,16 @@
-"""What the tests of decoding share: random options, and slow decoders that use nothing of ours."""
+"""What the tests of decoding share: random options, and the method once more, slow and plain."""
 
+import math
 import random
 
 import torch
-from common import EOS, MASK
+from torch import Tensor
 
-from decode import METRICS, Answer
+from decode import Decoder, Options, Sequence
 from model import Qwen2
+from plumbing.sampling import dice
+
+METRICS = ("probability", "margin", "entropy")
 
 
 def random_options(rng: random.Random) -> dict:
@@ -37,55 +41,87 @@ def random_block_cache(rng: random.Random, max_new: int) -> int:
     return max(1, rng.choice([1, 2, 3, 4, 8, 16, 32, max_new - 1, max_new, max_new + 1]))
 
 
-def same(result: Answer, expected: Answer) -> bool:
-    """Are they equal, token for token and forward for forward?"""
-    return result.tokens == expected.tokens and result.accepted == expected.accepted
-
-
 def mean(numbers: list[int]) -> float:
     return sum(numbers) / len(numbers)
 
 
-@torch.inference_mode()
-def predictions(model: Qwen2, ids: list[int], num_masks: int) -> list[tuple[float, int]]:
-    """(probability, token) of the best guess after the last of ids, and after each mask."""
-    feed = torch.tensor([ids + [MASK] * num_masks])
-    hidden = model(feed, torch.arange(feed.size(1))[None], None)
-    probs = model.logits(hidden[0, len(ids) - 1 :]).softmax(-1)
-    best = probs.max(-1)
-    return list(zip(best.values.tolist(), best.indices.tolist()))
+def decode_each(model: Qwen2, prompts, taus, rows=8, **options) -> list[Sequence]:
+    """`generate`, with a tau for each prompt."""
+    options = Options(**options)
+    longest = max(map(len, prompts)) + options.max_new
+    decoder = Decoder(model, options, rows, longest)
+    sequences = [decoder.add(prompt, tau) for prompt, tau in zip(prompts, taus)]
+    list(decoder)
+    return sequences
+
+
+def outcome(sequence: Sequence) -> tuple[list[int], list[int]]:
+    """What `by_hand` returns: token for token and forward for forward."""
+    return sequence.tokens, sequence.accepted
+
+
+# -------------------------------------------------------------------------- a slow second decoder
 
 
 @torch.inference_mode()
-def greedy(model: Qwen2, prompt: list[int], count: int) -> list[int]:
-    """Plain autoregression in six lines, without anything of decode.py."""
-    tokens = list(prompt)
-    for _ in range(count):
-        hidden = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
-        tokens.append(model.logits(hidden[0, -1:]).argmax().item())
-        if tokens[-1] in model.config.eos_token_id:
-            break
-    return tokens[len(prompt) :]
+def logits_after(model: Qwen2, text: list[int], num_masks: int) -> Tensor:
+    """(1 + num_masks, V): after the last token of the text, and after each mask."""
+    tokens = torch.tensor([text + [model.config.mask_token_id] * num_masks])
+    hidden = model(tokens, torch.arange(tokens.size(1))[None], mask=None)
+    return model.logits(hidden[0, len(text) - 1 :])
 
 
-def blocks_by_hand(model, prompt: list[int], tau, block: int, block_cache: int, max_new: int):
-    """The paper's block decoding, greedy and slow: the tokens, and how many each forward gave.
+def is_sure(probs: list[float], token: int, metric: str, tau: float) -> bool:
+    if metric == "entropy":
+        return -sum(p * math.log(p) for p in probs if p > 0) <= tau
+    if metric == "margin":
+        second, best = sorted(probs)[-2:]
+        return best - second >= tau
+    return probs[token] >= tau
 
-    At most `block` masks, and no candidate beyond the end of a block of `block_cache`. tau may be a
-    function of the step.
+
+def by_hand(
+    model: Qwen2,
+    prompt: list[int],
+    tau,
+    block: int = 4,
+    max_new: int = 256,
+    metric: str = "probability",
+    block_cache: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    index: int = 0,
+) -> tuple[list[int], list[int]]:
+    """The tokens, and how many each forward gave: one text, no cache, no code of decode.py.
+
+    tau may be a function of the step. With `block_cache` no candidate is beyond the end of a block
+    of so many tokens (the paper's policy).
     """
     tokens = []
     accepted = []
-    while tokens[-1:] != [EOS] and len(tokens) < max_new:
-        room = block_cache - len(tokens) % block_cache
+    while True:
         threshold = tau(len(accepted)) if callable(tau) else tau
-        count = 0
-        for probability, token in predictions(model, prompt + tokens, min(block, room - 1)):
-            is_over = count > 0 and (tokens[-1] == EOS or len(tokens) == max_new)
-            is_unsure = count > 0 and (threshold >= 1 or probability < threshold)
-            if is_over or is_unsure:
+        num_masks = block
+        if block_cache:
+            num_masks = min(block, block_cache - len(tokens) % block_cache - 1)
+        if threshold == one_token_tau(metric):
+            num_masks = 0
+        accepted.append(0)
+        for logits in logits_after(model, prompt + tokens, num_masks):
+            scores = logits.clone()
+            if temperature > 0:
+                position = len(prompt) + len(tokens)
+                scores += temperature * dice(seed, index, position, logits)
+            token = scores.argmax().item()
+            probs = logits.softmax(-1).tolist()
+            if accepted[-1] > 0 and not is_sure(probs, token, metric, threshold):
                 break
             tokens.append(token)
-            count += 1
-        accepted.append(count)
-    return tokens, accepted
+            accepted[-1] += 1
+            if token in model.config.eos_token_id or len(tokens) == max_new:
+                return tokens, accepted
+
+
+def greedy(model: Qwen2, prompt: list[int], count: int) -> list[int]:
+    """Plain autoregression."""
+    return by_hand(model, prompt, tau=1, max_new=count)[0]

@@ -1,26 +1,24 @@
 """Acceptance: confidence, the leading run that passes tau, and draws at a temperature."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
-from common import MASK, random_prompt, tiny_model
+from common import random_prompt, tiny_model
+from decoding import decode_each, logits_after
 
 from decode import (
-    Answer,
+    Decoder,
     Options,
-    Outputs,
     check_tau,
-    choose,
     confidences,
     generate,
     is_plain_ar,
-    outputs_at,
     passing_lengths,
-    propose,
 )
-from lossless import dice
 from plumbing.errors import UserError
+from plumbing.sampling import choose
 
 
 def test_acceptance_by_hand():
@@ -36,16 +34,23 @@ def test_acceptance_by_hand():
         assert confidence[0].tolist() == pytest.approx(expected, abs=1e-4)
         for tau, length in lengths.items():
             assert passing_lengths(confidence, torch.tensor([tau]), metric).tolist() == [length]
+    drawn = torch.tensor([[1, 1, 0, 0]])  # at a temperature a candidate need not be the best
+    found = confidences(probs, drawn, "probability")
+    assert found[0].tolist() == pytest.approx([0.3, 0.1, 0.5, 1.0])
+    two_rows = torch.tensor([[0.1, 0.5, 0.7], [0.9, 0.6, 0.9]])
+    assert passing_lengths(two_rows, torch.tensor([0.5, 0.7]), "margin").tolist() == [3, 1]
 
 
 def test_defaults():
-    assert Options().tau == 0.95 and Options(verify=True).tau == 0
-    assert Options(verify=True, metric="entropy").tau == float("inf")
+    """An entropy of .95 nats would be a loose tau: it has a default of its own."""
+    assert Options().tau == 0.95 and Options(metric="margin").tau == 0.95
+    assert Options(metric="entropy").tau == 0.2
+    assert Options(verify=True).tau is None and Options(verify=True, metric="entropy").tau is None
     model = tiny_model(random.Random(0))
-    assert Answer([2], model, Options()).block == 4
+    assert Decoder(model, Options(), 1, 10).block == 4
     model.config.block_size = 3
-    assert Answer([2], model, Options()).block == 3
-    assert Answer([2], model, Options(block=5)).block == 5
+    assert Decoder(model, Options(), 1, 10).block == 3
+    assert Decoder(model, Options(block=5), 1, 10).block == 5
 
 
 def test_the_one_token_tau_by_hand():
@@ -66,56 +71,40 @@ def test_the_one_token_tau_by_hand():
 def test_a_one_token_row_among_others_stays_one():
     """Its confidence may be exactly 1, or its entropy exactly 0: only tau decides."""
     model = tiny_model(random.Random(1))
-    head = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
-    head.weight.data *= 1e4  # every probability is 0 or 1
+    model.head.data *= 1e4  # every probability is 0 or 1
     prompts = [random_prompt(random.Random(i), 6) for i in (0, 1)]
     for metric, taus in (("probability", [1.0, 0.5]), ("entropy", [0.0, 0.5])):
-        one, other = generate(model, prompts, tau=taus, metric=metric, max_new=20)
+        one, other = decode_each(model, prompts, taus, metric=metric, max_new=20)
         assert one.accepted == [1] * len(one.tokens)
         assert max(other.accepted) == 5
+
+
+def accept(model, logits, options: Options) -> list[list[int]]:
+    """What `Decoder.accept` makes of the logits (R, C, V) of a prompt of one token in each row."""
+    decoder = Decoder(model, options, rows=1, longest=300)
+    decoder.forward = SimpleNamespace(logits_at=lambda hidden, columns: logits)
+    batch = [decoder.add([2]) for _ in logits]
+    for sequence in batch:
+        sequence.tau = options.tau
+        sequence.num_masks = logits.size(1) - 1
+    return decoder.accept(torch.zeros(1), [0] * len(batch), batch)
 
 
 def test_probabilities_are_not_rounded_to_bfloat16():
     """0.9995 is 1.0 in bfloat16, and would pass tau = 0.9999 there."""
     model = tiny_model(random.Random(0)).bfloat16()
-    head = torch.zeros(8, model.config.hidden_size)
-    head[3] = 9.5  # a probability of 0.9995
     model.config.tie_word_embeddings = True
+    head = torch.zeros(8, model.config.hidden_size)
+    head[3] = 9.625
     model.model.embed_tokens.weight.data = head.bfloat16()
     hidden = torch.zeros(1, 2, model.config.hidden_size, dtype=torch.bfloat16)
     hidden[..., 0] = 1
-    model.config.mask_token_id = None
-    outputs = outputs_at(model, hidden, torch.tensor([[0, 1]]))
-    logits = outputs.logits
-    assert logits[0, 0].tolist() == [0, 0, 0, 9.5, 0, 0, 0, 0]
+    logits = model.logits_at(hidden, torch.tensor([[0, 1]]))
+    inf = float("inf")
+    assert logits.tolist() == [[[0, -inf, 0, 9.625, 0, 0, 0, 0]] * 2]
     assert logits.dtype == torch.float32 and logits.bfloat16().softmax(-1).max() == 1
-    model.config.mask_token_id = 1
-    options = Options(tau=0.9999, block=1)
-    answer = Answer([2, 3], model, options)
-    assert propose(model, outputs, [answer], options)[1].tolist() == [1]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@torch.inference_mode()
-def test_near_ties_are_decided_in_float32(temperature):
-    """In bfloat16 the logits of two tokens are often equal, and the first of them used to win."""
-    torch.manual_seed(0)
-    model = tiny_model(random.Random(0), vocab_size=300).bfloat16()
-    head = model.head.float()
-    model.head.data = (head[:1] + 0.05 * head).bfloat16()  # all tokens are nearly alike
-    hidden = 3 * torch.randn(4, 50, model.config.hidden_size).bfloat16()
-    logits = model.logits(hidden.flatten(0, 1)).view(4, 50, 300)
-    exact = hidden.double() @ model.head.double().T
-    exact[..., MASK] = float("-inf")
-    options = Options(temperature=temperature)
-    batch = [Answer([2, 3], model, options, index) for index in range(4)]
-    for answer, row in zip(batch, exact):
-        for position, column in enumerate(row, start=2):
-            column += temperature * dice(0, answer.index, position, column)
-    chosen = choose(model, Outputs(hidden, logits), batch, options)
-    assert torch.equal(chosen, exact.argmax(-1))
-    if temperature == 0:
-        assert (logits.argmax(-1) != exact.argmax(-1)).sum() > 10
+    assert accept(model, logits, Options(tau=0.9999)) == [[3]]
+    assert accept(model, logits, Options(tau=0.999)) == [[3, 3]]
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
@@ -125,31 +114,35 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
 def test_candidates_at_a_temperature_by_hand():
     """Drawn from p^(1/T), each position for itself; confidence is the drawn token's p at T = 1."""
     p = torch.tensor([0.5, 0.3, 0.2])
-    options = Options(temperature=0.5, tau=0.25, block=1)
     draws = 3000
     model = tiny_model(random.Random(0))
-    batch = [Answer([2], model, options, i) for i in range(draws)]
-    outputs = Outputs(None, p.log().expand(draws, 2, 3))
-    tokens, counts, _ = propose(model, outputs, batch, options)
+    logits = p.log().expand(draws, 2, 3)
     expected = draws * p**2 / (p**2).sum()
+    everything = torch.tensor(accept(model, logits, Options(temperature=0.5, tau=0)))
     for position in (0, 1):
-        drawn = torch.bincount(tokens[:, position], minlength=3)
+        drawn = torch.bincount(everything[:, position], minlength=3)
         assert chi_square(drawn, expected) < 13.8  # p = 0.001, 2 degrees of freedom
-    assert torch.equal(counts == 2, p[tokens[:, 1]] >= 0.25)
-    cold = Options(temperature=1e-40, tau=0.25, block=1)  # must not overflow into NaN
-    assert (propose(model, outputs, batch, cold)[0] == 0).all()
+    some = accept(model, logits, Options(temperature=0.5, tau=0.25))
+    for first_two, tokens in zip(everything.tolist(), some):
+        assert tokens == (first_two[:1] if first_two[1] == 2 else first_two)
+    cold = accept(model, logits, Options(temperature=1e-40, tau=0))  # no overflow into NaN
+    assert cold == [[0, 0]] * draws
 
 
 def test_temperature_one_draws_from_the_softmax():
     """Plain AR at T = 1: the first token over many seeds against its probabilities (chi-square)."""
-    model = tiny_model(random.Random(7), vocab_size=6).float()
+    model = tiny_model(random.Random(7), vocab_size=6)
     prompt = [2, 3, 4]
     draws = 4000
     results = generate(model, [prompt] * draws, rows=500, tau=1, temperature=1.0, max_new=1)
     counts = torch.bincount(torch.tensor([r.tokens[0] for r in results]), minlength=6)
-    hidden = model(torch.tensor([prompt]), torch.arange(3)[None], None)
-    expected = draws * model.logits(hidden[0, -1:])[0].softmax(-1)
+    expected = draws * logits_after(model, prompt, 0)[0].softmax(-1)
     big = expected >= 5
     # p = 0.001 at 5 degrees of freedom, the most there can be
     assert chi_square(counts[big], expected[big]) < 20.5
     assert counts[1] == 0 and (counts > 0).sum() > 1
+
+
+def test_greedy_takes_the_best():
+    logits = torch.tensor([[[0.1, 3.0, 2.0], [5.0, -1.0, 4.0]]])
+    assert choose(logits, [None], 0.0, seed=0, ahead=[0]).tolist() == [[1, 0]]

@@ -4,10 +4,8 @@ import itertools
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,22 +41,9 @@ def test_the_main_command_solves_a_problem():
     )
 
 
-def test_a_model_without_masks_is_told_so_once():
-    model = ("--model", ROOT / "toy/sft")
-    done = command("decode", "--prompt", PROMPT, *model, "--tau", 1)
-    assert done.status == 0 and "43" in done.out
-    assert done.err.count("\n") == 1  # the statistics
-    done = command("decode", "--prompt", PROMPT, *model, "--tau", 0.9999)
-    assert done.status == 0
-    assert done.err.count("has no block_size") == 1 and "--tau 1" in done.err
-    done = command("decode", "--prompt", PROMPT, *model, "--tau", 0.9999999, "--block", 4)
-    assert done.status == 0
-    assert done.err.count("hardly accepts more than one token per forward") == 1
-
-
 def test_verify_says_what_tau_1_says():
     plain = command("decode", "--prompt", PROMPT, "--tau", 1)
-    checked = command("decode", "--prompt", PROMPT, "--verify", "--tau", 0)
+    checked = command("decode", "--prompt", PROMPT, "--verify")
     assert plain.out == checked.out
     assert "in 51 forwards" in plain.err and "in 11 forwards" in checked.err
 
@@ -107,13 +92,13 @@ def test_shading():
 def test_a_system_message_and_a_dtype_are_used(monkeypatch):
     seen = {}
 
-    def spy(prompt, model, options):
+    def spy(decoder, prompt):
         seen["text"] = chat.tokenizer.decode(prompt, skip_special_tokens=False)
-        seen["model"] = model
+        seen["model"] = decoder.model
         raise UserError("enough")
 
     chat = Chat(BASE)
-    monkeypatch.setattr(decode, "Answer", spy)
+    monkeypatch.setattr(decode.Decoder, "add", spy)
     words = ("--system", "Be brief.", "--dtype", "bfloat16")
     assert is_refused(command("decode", *MARS, "--prompt", PROMPT, *words), "enough")
     assert "<|im_start|>system\nBe brief.<|im_end|>" in seen["text"] and PROMPT in seen["text"]
@@ -137,29 +122,6 @@ def test_interrupting_keeps_the_text_so_far(monkeypatch):
     done = command("decode", "--prompt", PROMPT, "--tau", 0.8)
     assert done.status == 130 and done.out.startswith("The 5 bags")
     assert "in 3 forwards" in done.err and "Traceback" not in done.err
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("script", [["decode.py", "--prompt", PROMPT], ["-m", "apps.chat"]])
-@pytest.mark.parametrize("delay", [0, 0.5])
-def test_interrupting_the_start(script, delay):
-    """Ctrl-C in the first two seconds, while torch is imported, was a traceback."""
-    child = subprocess.Popen(
-        [sys.executable, *script],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text():
-        assert child.poll() is None
-        time.sleep(0.01)
-    time.sleep(delay)
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
-    assert child.returncode in (130, -signal.SIGINT)
-    assert out == "" and "Traceback" not in err, err
 
 
 @pytest.mark.parametrize(
@@ -301,7 +263,8 @@ def test_weights_that_are_not_numbers(broken, name, words):
         (("--block", "0"), "--block: must be at least 1, not 0"),
         (("--block", 5000), "5000"),
         (("--block-cache", 0), "--block-cache: must be at least 1, not 0"),
-        (("--verify", "--block-cache", 8), "block_cache"),
+        (("--verify", "--block-cache", 8), "--verify and --block-cache cannot be combined"),
+        (("--verify", "--tau", 0.9), "--verify takes no --tau"),
         (("--max-new", "5000"), "exceed the model's 2048 positions"),
         (("--prompt", "plums " * 3000), "exceed the model's 2048 positions"),
         (("--prompt", "  "), "--prompt is empty"),
@@ -341,8 +304,8 @@ def test_the_first_of_one_cpu():
 
 
 def test_too_little_memory_says_what_lowers_it(broken):
-    set_config(broken, max_position_embeddings=10**13)
-    words = ("--prompt", PROMPT, "--model", broken, "--max-new", 10**12)
+    set_config(broken, max_position_embeddings=2**31)
+    words = ("--prompt", PROMPT, "--model", broken, "--max-new", 2 * 10**9)
     done = process("decode.py", *words)
     assert is_refused(done, "out of memory: use a smaller --max-new or a shorter prompt")
 

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib
+import inspect
 import re
 import shlex
 import sys
@@ -13,6 +14,7 @@ from commands import command
 from common import ROOT
 
 from bench.common import SHAPES, config_of
+from decode import naive
 from model import Qwen2
 from plumbing.errors import UserError
 
@@ -96,6 +98,14 @@ def test_python_code_runs(page, monkeypatch, capsys):
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, {})
         assert capsys.readouterr().out in text
+
+
+def test_the_readme_shows_naive_word_for_word():
+    """With or without the decorator, and indented in the page or not."""
+    readme = (ROOT / "README.md").read_text()
+    [shown] = re.findall(r"```python\n((?:@\S+\n)?def naive.*?)```", readme, re.DOTALL)
+    source = inspect.getsource(naive)
+    assert source.endswith(shown) and source.removesuffix(shown) in ("", source.splitlines(True)[0])
 
 
 def test_what_qwen_needs():

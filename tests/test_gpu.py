@@ -60,7 +60,7 @@ def test_flex_attention_is_the_dense_mask():
 
     def with_flex(batch: train.Batch) -> torch.Tensor:
         mask = attention.block_mask(visible, batch.pos, batch.prefix, batch.doc)
-        return model(batch.tokens, batch.pos, mask, attend=attention.attend_flex)
+        return model(batch.tokens, batch.pos, mask, kernel=attention.attend_flex)
 
     def with_dense_mask(batch: train.Batch) -> torch.Tensor:
         return model(batch.tokens, batch.pos, train.dense_mask(batch))

@@ -1,4 +1,4 @@
-"""The cache: its mask is the mask rule, its arithmetic, and what does not fit."""
+"""The caches: the mask is the mask rule, their arithmetic and drawings, and what does not fit."""
 
 import random
 
@@ -6,27 +6,29 @@ import pytest
 import torch
 from common import MASK, cases, random_prompt, tiny_model
 
-from decode import Answer, Options
-from kv_cache import KVCache
+from decode import Options, Sequence
+from kv_cache import BlockCache, KVCache
+from lossless import Lossless
 from model import visible
 from plumbing.errors import UserError
 
 
 def test_the_mask_of_the_loop_is_the_mask_rule():
-    """`visible` in terms of slots: [committed | real, guesses | windows | padding | left over]."""
+    """`visible` in terms of slots: [committed | real, guesses | groups | padding | left over]."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
         model = tiny_model(rng)
-        options = Options(verify=True, block=rng.randint(1, 5), tau=0.3)
+        lossless = Lossless(rng.randint(1, 5), Options(verify=True), is_batch_on_cpu=False)
         cache = KVCache(model.config, 2, 200, "cpu", torch.float64)
         cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # the longer decides on the span
         feeds = []
         for length in cache.lengths:
-            answer = Answer(random_prompt(rng, length + rng.randint(1, 5)), model, options)
-            answer.guesses = random_prompt(rng, rng.randint(0, options.block))
-            groups = range(len(answer.guesses) + 1)
-            answer.groups = sorted(rng.sample(groups, rng.randint(0, len(groups))))
-            feeds.append(answer.feed(length, MASK))
+            prompt = random_prompt(rng, length + rng.randint(1, 5))
+            sequence = Sequence(prompt, model.config, max_new=9, tau=None)
+            sequence.guesses = random_prompt(rng, rng.randint(0, lossless.block))
+            groups = range(len(sequence.guesses) + 1)
+            sequence.groups = sorted(rng.sample(groups, rng.randint(0, len(groups))))
+            feeds.append(lossless.feed(sequence, length, MASK))
         width = max(map(len, feeds))
         padding = (MASK, 0, 1)
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
@@ -53,13 +55,13 @@ def test_what_just_fits():
     cache = KVCache(model.config, 1, 10, "cpu", torch.float64)
     cache.reserve(10)
     limit = model.config.max_position_embeddings
-    Answer([2] * (limit - 5), model, Options(max_new=5))
+    Sequence([2] * (limit - 5), model.config, max_new=5, tau=1)
     with pytest.raises(UserError, match="exceed the model's 512 positions"):
-        Answer([2] * (limit - 5), model, Options(max_new=6))
+        Sequence([2] * (limit - 5), model.config, max_new=6, tau=1)
 
 
 def test_the_cache_refuses_what_does_not_fit():
-    """Before anything is written; only real positions count, and rewinding gives them back."""
+    """Before anything is written; only real positions count, and a new text may keep some."""
     model = tiny_model(random.Random(0))
     cache = KVCache(model.config, 2, 10, "cpu", torch.float64)
     cache.reserve(8)
@@ -67,10 +69,13 @@ def test_the_cache_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="8 \\+ 3 positions exceed the capacity of 10"):
         cache.reserve(3)
     assert cache.lengths == [8, 3]
-    cache.rewind(0, 2)
+    cache.begin(0, num_kept=2)
     assert cache.reserve(3).tolist() == [[2, 3, 4], [3, 4, 5]]
     with pytest.raises(ValueError, match="row 0 holds 2 positions, not 5"):
-        cache.rewind(0, 5)
+        cache.begin(0, num_kept=5)
+    cache.begin(0)
+    assert cache.lengths == [0, 3]
+    assert cache.room(0, text_length=99) >= 10 and cache.rows_that_wait({0: 4, 1: 5}) == set()
 
 
 def test_the_drawing_by_hand():
@@ -90,6 +95,64 @@ def test_the_drawing_by_hand():
     cache.write(0, new[:1, :, :2] + 10, new[:1, :, :2])
     assert keys[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] + [0] * 55
     assert keys[1, 0, :, 0].tolist() == [0] * 6 + [1, 11, 12, 4, 5] + [0] * 53
+
+
+def block_cache(rows: int, size: int) -> BlockCache:
+    return BlockCache(
+        tiny_model(random.Random(0)).config, rows, 64, "cpu", torch.float64, size=size
+    )
+
+
+def test_the_drawing_of_the_block_cache_by_hand():
+    """A prompt of 6 tokens, N = 4: nothing of an answer is kept until its block is full."""
+    cache = block_cache(rows=1, size=4)
+    cache.begin(0, prompt_length=6)
+    cache.reserve(6 + 3)
+    cache.commit([6])
+    assert cache.lengths == [6] and cache.room(0, text_length=6) == 4
+
+    cache.reserve(1 + 3)  # a . . .
+    cache.commit([1])
+    assert cache.lengths == [6] and cache.room(0, 7) == 3
+
+    cache.reserve(3 + 1)  # a a a .
+    cache.commit([3])
+    assert cache.lengths == [6] and cache.room(0, 9) == 1
+
+    assert cache.rows_that_wait({0: 10}) == set()  # full, but alone
+    assert cache.room(0, 10) == 4  # the next forward keeps the block, and opens the next
+    cache.reserve(4 + 3)
+    cache.commit([4])
+    assert cache.lengths == [10]
+
+
+def test_a_full_block_waits_while_another_is_open():
+    cache = block_cache(rows=4, size=4)
+    for row, prompt_length in enumerate([6, 5, 1, 9]):
+        cache.begin(row, prompt_length=prompt_length)
+    assert cache.rows_that_wait({0: 10, 1: 7, 2: 9, 3: 13}) == {0, 2, 3}  # row 1 has 2 of 4 tokens
+    assert cache.rows_that_wait({0: 10, 1: 9, 2: 9, 3: 13}) == set()
+    assert cache.rows_that_wait({0: 10, 2: 2}) == {0}  # the others are done
+    assert cache.rows_that_wait({1: 7, 2: 2}) == set()
+
+
+def test_blocks_are_counted_from_the_end_of_the_prompt():
+    """Whatever the row keeps of it; a new text begins new blocks. Rows count for themselves."""
+    cache = block_cache(rows=3, size=5)
+    cache.begin(1, prompt_length=7)
+    cache.begin(2, prompt_length=3)
+    cache.reserve(9, slice(1, 3))
+    cache.commit([7, 3])
+    cache.reserve(8)
+    cache.commit([0, 7, 4])
+    assert cache.lengths == [0, 12, 3]  # of 14 tokens 7 + 5 are in full blocks
+    cache.begin(1, num_kept=9, prompt_length=11)
+    cache.reserve(6, slice(1, 2))
+    cache.commit([2])  # the rest of the prompt
+    assert cache.lengths == [0, 11, 3] and cache.room(1, 12) == 4
+    cache.reserve(12, slice(1, 2))
+    cache.commit([11])
+    assert cache.lengths == [0, 21, 3]
 
 
 def test_the_span_is_the_longest_row_rounded_up():

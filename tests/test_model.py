@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import transformers
-from common import BASE, ROOT, cases, copy_tokenizer, save_model
+from common import BASE, MASK, ROOT, cases, copy_tokenizer, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
@@ -17,11 +17,11 @@ from model import (
     initialize,
     load,
     load_model,
-    read_config,
     rotary,
     rotate,
 )
 from plumbing.chat import Chat
+from plumbing.config import read_config
 from plumbing.errors import UserError
 
 
@@ -59,7 +59,7 @@ def their_model(target, tied: bool, shards: int = 1, family: str = "Qwen2", **ch
     return model
 
 
-def our_config(vocab_size: int, tied: bool) -> Config:
+def our_config(vocab_size: int, tied: bool, **changes) -> Config:
     return Config(
         vocab_size=vocab_size,
         hidden_size=48,
@@ -73,6 +73,7 @@ def our_config(vocab_size: int, tied: bool) -> Config:
         initializer_range=0.2,
         eos_token_id=(2, 0),
         block_size=4,
+        **changes,
     )
 
 
@@ -105,9 +106,12 @@ def their_answer(model, prompt: torch.Tensor, max_new: int, mask_id: int, **more
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family, shards", [("Qwen2", 1), ("Qwen2", 3), ("Llama", 1), ("Llama", 3)])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("family", ["Qwen2", "Llama", "Qwen3"])
 def test_a_checkpoint_of_transformers_loads_here(tmp_path, tied, family, shards):
-    theirs = their_model(tmp_path, tied, shards, family)
+    """Only a Qwen3 may have heads whose size is not hidden_size / num_attention_heads."""
+    head_dim = {"head_dim": 20} if family == "Qwen3" else {}
+    theirs = their_model(tmp_path, tied, shards, family, **head_dim)
     assert len(list(tmp_path.glob("*.safetensors"))) == shards
     ours, _ = load(str(tmp_path))
     assert ours.config.rope_theta == 5000.0 and ours.config.eos_token_id == (2, 0)
@@ -143,23 +147,28 @@ def test_a_llama_in_bfloat16(tmp_path):
     assert our_logits(ours, torch.randint(4, 640, (1, 9))).isfinite().any()
 
 
-@pytest.mark.parametrize("name", ["attention_bias", "mlp_bias"])
-def test_a_llama_with_biases_is_refused(tmp_path, name):
-    """Its output projection has one, too, which a Qwen2 has no place for."""
-    their_model(tmp_path, tied=True, family="Llama", **{name: True})
+@pytest.mark.parametrize(
+    "family, name",
+    [("Llama", "attention_bias"), ("Llama", "mlp_bias"), ("Qwen3", "attention_bias")],
+)
+def test_biases_that_have_no_place_are_refused(tmp_path, family, name):
+    """The output projection has one, too, which a Qwen2 has not."""
+    their_model(tmp_path, tied=True, family=family, **{name: True})
     with pytest.raises(UserError, match=f"{name} True is not supported"):
         load(str(tmp_path))
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_saved_here_loads_in_transformers(tmp_path, tied):
-    ours = initialize(our_config(640, tied), 1)
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_a_checkpoint_saved_here_loads_in_transformers(tmp_path, tied, family):
+    head_dim = {"head_dim": 20} if family == "Qwen3" else {}
+    ours = initialize(our_config(640, tied, model_type=family.lower(), **head_dim), 1)
     chat = Chat(BASE)
     add_mask_token(ours, chat)
     save_model(ours, chat, tmp_path / "x", torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32)
-    assert type(theirs) is transformers.Qwen2ForCausalLM
+    assert type(theirs).__name__ == f"{family}ForCausalLM"
     tokens = torch.randint(4, 640, (2, 30))
     mask_id = ours.config.mask_token_id
     assert torch.allclose(
@@ -235,7 +244,7 @@ def test_configs_are_read_as_transformers_writes_them(tmp_path):
             eos_token_id=rng.choice([3, [3], [5, 0, 3]]),
         )
         theirs.save_pretrained(tmp_path)
-        ours = read_config(tmp_path)
+        ours = read_config(tmp_path, Config)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -260,6 +269,48 @@ def test_configs_are_read_as_transformers_writes_them(tmp_path):
             their_ends if isinstance(their_ends, list) else [their_ends]
         )
         assert ours.mask_token_id is None and ours.block_size is None
+
+
+@torch.inference_mode()
+def test_logits_at_are_the_logits_of_the_columns():
+    """A column beyond the last one reads the last: the caller ignores it."""
+    model = tiny_model(random.Random(0))
+    hidden = torch.randn(2, 5, model.config.hidden_size).double()
+    found = model.logits_at(hidden, torch.tensor([[3, 0, 4], [1, 4, 9]]))
+    assert found.dtype == torch.float64
+    for row, column, t in [(0, 0, 3), (0, 1, 0), (0, 2, 4), (1, 0, 1), (1, 1, 4), (1, 2, 4)]:
+        expected = model.head @ hidden[row, t]
+        expected[MASK] = float("-inf")
+        assert torch.allclose(found[row, column], expected, rtol=0, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_in_bfloat16_near_ties_are_decided_in_float32():
+    """The logits of two tokens are often equal there, and the first of them used to win."""
+    torch.manual_seed(0)
+    model = tiny_model(random.Random(0), vocab_size=300).bfloat16()
+    head = model.head.float()
+    model.head.data = (head[:1] + 0.05 * head).bfloat16()  # all tokens are nearly alike
+    hidden = 3 * torch.randn(4, 50, model.config.hidden_size).bfloat16()
+    exact = hidden.double() @ model.head.double().T
+    exact[..., MASK] = float("-inf")
+    rounded = model.logits(hidden.flatten(0, 1)).view(4, 50, 300)
+    assert (rounded.argmax(-1) != exact.argmax(-1)).sum() > 10
+    found = model.logits_at(hidden, torch.arange(50).expand(4, 50))
+    assert found.dtype == torch.float32 and torch.equal(found.argmax(-1), exact.argmax(-1))
+    best = rounded.topk(32).indices
+    assert (found - exact).gather(-1, best).abs().max() < 1e-5
+    others = torch.ones_like(found, dtype=torch.bool).scatter(-1, best, False)
+    assert torch.equal(found[others], rounded[others])
+
+
+@torch.inference_mode()
+def test_in_bfloat16_the_mask_is_never_among_the_best():
+    """A vocabulary of fewer than 32 tokens: its -inf is among those that are computed again."""
+    model = tiny_model(random.Random(0), vocab_size=8).bfloat16()
+    hidden = torch.randn(1, 3, model.config.hidden_size).bfloat16()
+    found = model.logits_at(hidden, torch.arange(3)[None])
+    assert (found[..., MASK] == float("-inf")).all() and found.isfinite().sum() == 3 * 7
 
 
 def test_a_head_in_the_file_is_the_head(checkpoint):

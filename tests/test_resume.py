@@ -134,9 +134,9 @@ def test_a_signal_to_torchrun_saves_and_ends_the_run(tmp_path):
 
 def test_what_fails_in_the_second_process_is_said_by_the_first(tmp_path):
     """In one line. The second alone would end without a word, and torchrun would end the first."""
-    fail = "import model, os, runpy; from plumbing.errors import UserError\n"
-    fail += "def read_config(_): raise UserError('only here')\n"
-    fail += "if os.environ['RANK'] == '1': model.read_config = read_config\n"
+    fail = "import model, os, runpy, plumbing.config; from plumbing.errors import UserError\n"
+    fail += "def read_config(*_): raise UserError('only here')\n"
+    fail += "if os.environ['RANK'] == '1': plumbing.config.read_config = read_config\n"
     fail += "runpy.run_path('train.py', run_name='__main__')"
     launcher = (*TORCHRUN, "--no-python", sys.executable)
     words = (*RUN, "--steps", 1, "--out", tmp_path)

@@ -9,7 +9,8 @@ import torch
 from common import ROOT, save_model
 from safetensors.torch import load_file, save_file
 
-from model import load, read_config
+from model import Config, load
+from plumbing.config import read_config
 from plumbing.errors import UserError
 
 
@@ -40,15 +41,15 @@ def edit_tensors(directory, change) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear'"),
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta is missing"),
         ({"hidden_size": "absent"}, "hidden_size is missing"),
-        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number above 0"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number above 0"),
-        ({"num_attention_heads": 3}, "hidden_size must be a multiple of 2 . num_attention_heads"),
-        ({"num_attention_heads": 16}, "hidden_size must be a multiple of 2 . num_attention_heads"),
+        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number from 1 to 16777216"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number from"),
+        ({"num_attention_heads": 3, "head_dim": "absent"}, "hidden_size must be a multiple of"),
+        ({"num_attention_heads": 16, "head_dim": "absent"}, "hidden_size must be a multiple of"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
         ({"rope_theta": "1e4", "rope_parameters": "absent"}, "rope_theta '1e4': must be a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
-        ({"block_size": -4}, "block_size -4: must be a whole number above 0"),
+        ({"block_size": -4}, "block_size -4: must be a whole number from 1 to 16777216"),
         ({"rope_parameters": "default"}, "config.json: "),
         ({"use_sliding_window": True, "layer_types": 3}, "config.json: "),
         ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
@@ -101,9 +102,9 @@ def test_config_forms_that_are_accepted(checkpoint):
 
 def test_key_heads_that_are_left_out_are_as_many_as_the_query_heads(checkpoint):
     """As transformers reads such a config.json."""
-    assert read_config(checkpoint).num_key_value_heads == 2
+    assert read_config(checkpoint, Config).num_key_value_heads == 2
     edit_config(checkpoint, num_key_value_heads="absent")
-    config = read_config(checkpoint)
+    config = read_config(checkpoint, Config)
     assert config.num_key_value_heads == config.num_attention_heads == 4
 
 
