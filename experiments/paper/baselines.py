@@ -1,7 +1,7 @@
 """What MARS is compared with: block diffusion, 1/t weights, Jacobi decoding.
 
-    python -m experiments.paper.baselines diffusion --data toy/train.jsonl --model toy/sft --steps 30
-    python -m experiments.paper.baselines over-t --ar-weight 0 --data toy/train.jsonl --model toy/sft
+    python -m experiments.paper.baselines diffusion --data toy/train.jsonl --steps 30 ...
+    python -m experiments.paper.baselines over-t --data toy/train.jsonl --ar-weight 0 ...
 
 The two that need training are train.py with a few functions replaced, and take its options.
 
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 import train
-from decode import Answer, Decision, Decoder, Options, outputs_at
+from decode import Decoder, Options, Sequence
 from kv_cache import KVCache
+from lossless import count_held
 from model import Qwen2, visible
 from plumbing.data import Example
 from plumbing.errors import UserError, run_main
 from plumbing.packing import round_up
-from plumbing.scheduler import Text
 from train import Batch
 
 # -------------------------------------------------------------------------------- block diffusion
@@ -127,28 +127,30 @@ def fill_blocks(model: Qwen2, cache: KVCache, last: Tensor, prefix: Tensor) -> T
     return blocks
 
 
-def diffuse(model: Qwen2, prompts: list[list[int]], rows: int, max_new: int = 256) -> list[Text]:
-    answers = [Text(prompt, max_new, model.config) for prompt in prompts]
+def diffuse(
+    model: Qwen2, prompts: list[list[int]], rows: int, max_new: int = 256
+) -> list[Sequence]:
+    answers = [Sequence(prompt, model.config, max_new, tau=None) for prompt in prompts]
     for first in range(0, len(answers), rows):
         diffuse_together(model, answers[first : first + rows])
     return answers
 
 
 @torch.inference_mode()
-def diffuse_together(model: Qwen2, answers: list[Text]) -> None:
+def diffuse_together(model: Qwen2, answers: list[Sequence]) -> None:
     block_size = model.config.block_size
-    capacity = max(len(answer.ids) + answer.max_new for answer in answers) + 2 * block_size
+    capacity = max(len(answer.text) + answer.max_new for answer in answers) + 2 * block_size
     cache = KVCache(model.config, len(answers), capacity, model.device, model.dtype)
     for row, answer in enumerate(answers):  # all but the last token, which opens the first window
-        if len(answer.ids) > 1:
-            tokens = torch.tensor([answer.ids[:-1]], device=model.device)
-            causal = torch.arange(1, len(answer.ids), device=model.device)[None]
+        if len(answer.text) > 1:
+            tokens = torch.tensor([answer.text[:-1]], device=model.device)
+            causal = torch.arange(1, len(answer.text), device=model.device)[None]
             forward(model, cache, tokens, causal, slice(row, row + 1))
-            cache.commit([len(answer.ids) - 1])
+            cache.commit([len(answer.text) - 1])
             answer.accepted.append(0)  # a forward that gives no token
 
     while not all(answer.done for answer in answers):
-        last = torch.tensor([answer.ids[-1:] for answer in answers], device=model.device)
+        last = torch.tensor([answer.text[-1:] for answer in answers], device=model.device)
         start = torch.tensor(cache.lengths, device=model.device)[:, None] + 1
         end = start + block_size
         blocks = fill_blocks(model, cache, last, end)
@@ -179,32 +181,42 @@ def over_t(examples: list[Example], normalization: str) -> list[float]:
 class Jacobi(Decoder):
     """Checks guesses that no mask made: what the model predicted after its last guesses."""
 
-    def __init__(
-        self, model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int = 8, **options
-    ):
-        options = Options(tau=1.0, verify=True, block=num_guesses, **options)  # tau 1: no masks
-        answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
-        super().__init__(model, answers, options, rows)
+    def __init__(self, model: Qwen2, num_guesses: int, rows: int, longest: int, max_new: int):
+        options = Options(tau=1.0, block=num_guesses, max_new=max_new)  # tau 1: no masks
+        super().__init__(model, options, rows, longest)
 
-    def decide(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[Decision]:
-        num_guesses = self.options.block
-        ahead = torch.arange(num_guesses + 1, device=last.device)
-        predicted = outputs_at(self.model, hidden, last + ahead).logits.argmax(-1).tolist()
-        decisions = super().decide(hidden, last, batch)
-        for row, answer in enumerate(batch):
-            if answer is None:
+    def feed(self, sequence: Sequence, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
+        """See Sequence.feed: what the cache lacks of the text, then the guesses, as real tokens."""
+        text = sequence.text + sequence.guesses
+        return [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
+
+    def decide(
+        self, hidden: Tensor, last_columns: list[int], batch: list[Sequence | None]
+    ) -> list[tuple[list[int], int]]:
+        """See Decoder.decide. The sequences get their next guesses."""
+        columns = torch.tensor(last_columns, device=hidden.device)[:, None]
+        columns = columns + torch.arange(self.block + 1, device=hidden.device)
+        predicted = self.forward.logits_at(hidden, columns).argmax(-1).tolist()
+        decisions = []
+        for sequence, tokens in zip(batch, predicted):
+            if sequence is None:
+                decisions.append(([], 0))
                 continue
-            after_guesses = predicted[row][: len(answer.guesses) + 1]
-            guesses = after_guesses[decisions[row].num_held + 1 :]
-            while len(guesses) < num_guesses:  # any guess will do
-                guesses.append(after_guesses[-1])
-            decisions[row] = decisions[row]._replace(guesses=guesses)
+            after_guesses = tokens[: len(sequence.guesses) + 1]
+            held = count_held(after_guesses, sequence.guesses)
+            decisions.append((after_guesses[: held + 1], held))
+            sequence.guesses = after_guesses[held + 1 :]
+            while len(sequence.guesses) < self.block:  # any guess will do
+                sequence.guesses.append(after_guesses[-1])
         return decisions
 
 
-def jacobi(model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int) -> list[Answer]:
-    decoder = Jacobi(model, prompts, num_guesses, rows)
-    answers = list(decoder.waiting)
+def jacobi(
+    model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int, max_new: int = 256
+) -> list[Sequence]:
+    longest = max(map(len, prompts)) + max_new
+    decoder = Jacobi(model, num_guesses, rows, longest, max_new)
+    answers = [decoder.add(prompt) for prompt in prompts]
     for _ in decoder:
         pass
     return answers
