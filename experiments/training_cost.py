@@ -25,9 +25,9 @@ import torch
 
 from bench import common
 from model import Config, initialize
-from plumbing.config import read_config
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
+from plumbing.config import read_config
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
 from plumbing.hub import locate
