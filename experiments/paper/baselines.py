@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 import train
-from decode import Decoder, Options, Sequence
-from kv_cache import KVCache
+from decode import Sequence
 from lossless import count_held
 from model import Qwen2, visible
 from plumbing.data import Example
@@ -87,82 +86,60 @@ def diffusion_layout(
     )
 
 
-def diffusion_mask(batch: Batch) -> Tensor:
+def diffusion_mask(pos: Tensor, prefix: Tensor, doc: Tensor) -> Tensor:
     """`visible`, except that each position of a window sees what the last position may see."""
-    in_window = batch.prefix <= batch.pos
-    q_pos = torch.where(in_window, batch.pos.max(), batch.pos)
-    queries = [field[:, None, :, None] for field in (q_pos, batch.prefix, batch.doc)]
-    keys = [field[:, None, None, :] for field in (batch.pos, batch.prefix, batch.doc)]
+    q_pos = torch.where(prefix <= pos, pos.max(), pos)  # in a window: of its last position
+    queries = [field[:, None, :, None] for field in (q_pos, prefix, doc)]
+    keys = [field[:, None, None, :] for field in (pos, prefix, doc)]
     return visible(*queries, *keys)
 
 
 def diffusion_states(model: Qwen2, batch: Batch) -> Tensor:
-    return model(batch.tokens, batch.pos, diffusion_mask(batch))
-
-
-def forward(
-    model: Qwen2, cache: KVCache, tokens: Tensor, prefix: Tensor, rows: slice = slice(None)
-) -> Tensor:
-    """Hidden states of tokens (R, T) after the cached ones; each sees `prefix` (R, T) tokens."""
-    pos = cache.reserve(tokens.size(1), rows)
-    return model(tokens, pos, cache.mask(pos, prefix), cache)
-
-
-def fill_blocks(model: Qwen2, cache: KVCache, last: Tensor, prefix: Tensor) -> Tensor:
-    """The next block of each row (R, B): B forwards, each sets a row's most confident mask.
-
-    last (R, 1): the token before the block. prefix (R, 1): where the block ends.
-    """
-    block_size = model.config.block_size
-    mask_id = model.config.mask_token_id
-    blocks = torch.full((len(last), block_size), mask_id, device=model.device)
-    for _ in range(block_size):
-        window = torch.cat([last, blocks], dim=1)  # (R, B + 1)
-        hidden = forward(model, cache, window, prefix.expand_as(window))
-        logits = model.logits(hidden[:, :-1].flatten(0, 1))
-        confidence, token = logits.softmax(-1).max(-1)
-        confidence = confidence.view_as(blocks).masked_fill(blocks != mask_id, -1)
-        best = confidence.argmax(-1, keepdim=True)
-        blocks.scatter_(1, best, token.view_as(blocks).gather(1, best))
-    return blocks
-
-
-def diffuse(
-    model: Qwen2, prompts: list[list[int]], rows: int, max_new: int = 256
-) -> list[Sequence]:
-    answers = [Sequence(prompt, model.config, max_new, tau=None) for prompt in prompts]
-    for first in range(0, len(answers), rows):
-        diffuse_together(model, answers[first : first + rows])
-    return answers
+    mask = diffusion_mask(batch.pos, batch.prefix, batch.doc)
+    return model(batch.tokens, batch.pos, mask)
 
 
 @torch.inference_mode()
-def diffuse_together(model: Qwen2, answers: list[Sequence]) -> None:
-    block_size = model.config.block_size
-    capacity = max(len(answer.text) + answer.max_new for answer in answers) + 2 * block_size
-    cache = KVCache(model.config, len(answers), capacity, model.device, model.dtype)
-    for row, answer in enumerate(answers):  # all but the last token, which opens the first window
-        if len(answer.text) > 1:
-            tokens = torch.tensor([answer.text[:-1]], device=model.device)
-            causal = torch.arange(1, len(answer.text), device=model.device)[None]
-            forward(model, cache, tokens, causal, slice(row, row + 1))
-            cache.commit([len(answer.text) - 1])
-            answer.accepted.append(0)  # a forward that gives no token
+def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
+    """An answer, block after block: each forward sets the block's most confident mask.
 
-    while not all(answer.done for answer in answers):
-        last = torch.tensor([answer.text[-1:] for answer in answers], device=model.device)
-        start = torch.tensor(cache.lengths, device=model.device)[:, None] + 1
-        end = start + block_size
-        blocks = fill_blocks(model, cache, last, end)
-        # Once more as clean tokens. The last of them is not kept: it opens the next window.
-        window = torch.cat([last, blocks], dim=1)
-        prefix = torch.cat([start, end.expand_as(blocks)], dim=1)
-        forward(model, cache, window, prefix)
-        cache.commit([block_size] * len(answers))
-        for answer, block in zip(answers, blocks.tolist()):
-            if not answer.done:
-                answer.take(block, num_positions=block_size + 1)
-                answer.accepted += [0] * block_size  # the block took B + 1 forwards
+    Nothing is cached here. Forwards are counted as if it were: one for the prompt, and for each
+    block one more than its tokens, which puts it into the cache.
+    """
+    block_size = model.config.block_size
+    mask_id = model.config.mask_token_id
+    answer = Sequence(prompt, model.config, max_new, tau=None)
+    if len(prompt) > 1:  # the last token opens the first window
+        answer.accepted.append(0)
+    while not answer.done:
+        block = [mask_id] * block_size
+        for _ in range(block_size):
+            logits = window_logits(model, answer, block)
+            confidence, tokens = logits.softmax(-1).max(-1)
+            is_set = torch.tensor(block, device=model.device) != mask_id
+            best = confidence.masked_fill(is_set, -1).argmax().item()
+            block[best] = tokens[best].item()
+        answer.take(block, num_positions=block_size + 1)
+        answer.accepted += [0] * block_size
+    return answer
+
+
+def window_logits(model: Qwen2, answer: Sequence, block: list[int]) -> Tensor:
+    """What the model predicts for the tokens of a block (B, V) that follows an answer's text.
+
+    As in training: after the text comes a window, a copy of the last token and then the block.
+    """
+    text = torch.tensor(answer.text, device=model.device)
+    clean = torch.arange(len(text), device=model.device)
+    window = torch.arange(len(text) - 1, len(text) + len(block), device=model.device)
+    tokens = torch.cat([text, text[-1:], torch.tensor(block, device=model.device)])
+    pos = torch.cat([clean, window])
+    block_end = clean + len(block) - (clean - answer.prompt_length) % len(block)
+    clean_prefix = torch.where(clean < answer.prompt_length, clean + 1, block_end)
+    prefix = torch.cat([clean_prefix, torch.full_like(window, len(text) - 1)])
+    mask = diffusion_mask(pos[None], prefix[None], torch.zeros_like(pos)[None])
+    hidden = model(tokens[None], pos[None], mask)
+    return model.logits(hidden[0, len(text) : -1])
 
 
 # ----------------------------------------------------------------------------------------- over t
@@ -178,48 +155,22 @@ def over_t(examples: list[Example], normalization: str) -> list[float]:
 # ----------------------------------------------------------------------------------------- Jacobi
 
 
-class Jacobi(Decoder):
+@torch.inference_mode()
+def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256) -> Sequence:
     """Checks guesses that no mask made: what the model predicted after its last guesses."""
-
-    def __init__(self, model: Qwen2, num_guesses: int, rows: int, longest: int, max_new: int):
-        options = Options(tau=1.0, block=num_guesses, max_new=max_new)  # tau 1: no masks
-        super().__init__(model, options, rows, longest)
-
-    def feed(self, sequence: Sequence, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
-        """See Sequence.feed: what the cache lacks of the text, then the guesses, as real tokens."""
-        text = sequence.text + sequence.guesses
-        return [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-
-    def decide(
-        self, hidden: Tensor, last_columns: list[int], batch: list[Sequence | None]
-    ) -> list[tuple[list[int], int]]:
-        """See Decoder.decide. The sequences get their next guesses."""
-        columns = torch.tensor(last_columns, device=hidden.device)[:, None]
-        columns = columns + torch.arange(self.block + 1, device=hidden.device)
-        predicted = self.forward.logits_at(hidden, columns).argmax(-1).tolist()
-        decisions = []
-        for sequence, tokens in zip(batch, predicted):
-            if sequence is None:
-                decisions.append(([], 0))
-                continue
-            after_guesses = tokens[: len(sequence.guesses) + 1]
-            held = count_held(after_guesses, sequence.guesses)
-            decisions.append((after_guesses[: held + 1], held))
-            sequence.guesses = after_guesses[held + 1 :]
-            while len(sequence.guesses) < self.block:  # any guess will do
-                sequence.guesses.append(after_guesses[-1])
-        return decisions
-
-
-def jacobi(
-    model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int, max_new: int = 256
-) -> list[Sequence]:
-    longest = max(map(len, prompts)) + max_new
-    decoder = Jacobi(model, num_guesses, rows, longest, max_new)
-    answers = [decoder.add(prompt) for prompt in prompts]
-    for _ in decoder:
-        pass
-    return answers
+    answer = Sequence(prompt, model.config, max_new, tau=None)
+    guesses = []
+    while not answer.done:
+        tokens = torch.tensor([answer.text + guesses], device=model.device)
+        positions = torch.arange(tokens.size(1), device=model.device)[None]
+        hidden = model(tokens, positions, None)[0, len(answer.text) - 1 :]
+        predicted = model.logits(hidden).argmax(-1).tolist()
+        held = count_held(predicted, guesses)
+        answer.take(predicted[: held + 1], num_positions=1 + len(guesses))
+        guesses = predicted[held + 1 :]
+        while len(guesses) < num_guesses:  # any guess will do
+            guesses.append(predicted[-1])
+    return answer
 
 
 # ------------------------------------------------------------------------------- the command line

@@ -216,9 +216,9 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
     """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
     prompts = encode(chat, problems)
     if way == "diffusion":
-        answers = diffuse(model, prompts, ROWS)
+        answers = [diffuse(model, prompt) for prompt in prompts]
     elif way == "jacobi":
-        answers = jacobi(model, prompts, NUM_JACOBI_GUESSES, ROWS)
+        answers = [jacobi(model, prompt, NUM_JACOBI_GUESSES) for prompt in prompts]
     else:
         answers = generate(model, prompts, ROWS, **decoding_options(way, block))
     return {
