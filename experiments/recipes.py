@@ -2,9 +2,9 @@
 
     python -m apps.smollm2 experiments/work/recipes/base --unpatched
     python -m experiments.recipes --data train.jsonl input_data.jsonl    # its greedy answers
-    python -m experiments.recipes --data ... --sample        # for the arm `sample`
-    python -m experiments.recipes --train base own batch-1   # and judge: 27 minutes each
-    python -m experiments.recipes                            # the table of all that were judged
+    python -m experiments.recipes --data train.jsonl input_data.jsonl --sample  # for arm `sample`
+    python -m experiments.recipes --train base own batch-1    # and judge: 27 minutes each
+    python -m experiments.recipes    # the table of all that were judged
 
 train.jsonl is GSM8K's (openai/grade-school-math), input_data.jsonl IFEval's. Every arm starts from
 the same model and sees 1,024 answers. It is judged on prompts that no arm has seen: by tokens per

@@ -1,7 +1,7 @@
 """What MARS is compared with: block diffusion, 1/t weights, Jacobi decoding.
 
-    python -m experiments.paper.baselines diffusion --data toy/train.jsonl --steps 30 ...
-    python -m experiments.paper.baselines over-t --data toy/train.jsonl --ar-weight 0 ...
+    python -m experiments.paper.baselines diffusion --data toy/train.jsonl --model toy/sft
+    python -m experiments.paper.baselines over-t --ar-weight 0 --model toy/sft --data train.jsonl
 
 The two that need training are train.py with a few functions replaced, and take its options.
 
@@ -52,6 +52,12 @@ def diffusion_length(example: Example, block_size: int) -> int:
     return len(diffusion_layout(example, block_size, mask_id=0, weight=1.0).tokens)
 
 
+def prefix_of_clean(pos: Tensor, prompt: int, block_size: int) -> Tensor:
+    """How many tokens the clean ones see: causal in the prompt, whole blocks after it."""
+    block_end = pos + block_size - (pos - prompt) % block_size
+    return torch.where(pos < prompt, pos + 1, block_end)
+
+
 def diffusion_layout(
     example: Example, block_size: int, mask_id: int, weight: float, doc: int = 0
 ) -> Batch:
@@ -64,10 +70,9 @@ def diffusion_layout(
     num_padding = num_targets - example.targets
     x = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding)
 
-    # Clean stream: causal in the prompt, whole blocks after it. No window sees the last block.
+    # No window sees the last block.
     clean = torch.arange(len(x) - block_size)
-    block_end = clean + block_size - (clean - prompt) % block_size
-    clean_prefix = torch.where(clean < prompt, clean + 1, block_end)
+    clean_prefix = prefix_of_clean(clean, prompt, block_size)
 
     t, masked = noise(example, len(x))
     column = torch.arange(block_size + 1).repeat(num_targets // block_size)
@@ -134,8 +139,7 @@ def window_logits(model: Qwen2, answer: Sequence, block: list[int]) -> Tensor:
     window = torch.arange(len(text) - 1, len(text) + len(block), device=model.device)
     tokens = torch.cat([text, text[-1:], torch.tensor(block, device=model.device)])
     pos = torch.cat([clean, window])
-    block_end = clean + len(block) - (clean - answer.prompt_length) % len(block)
-    clean_prefix = torch.where(clean < answer.prompt_length, clean + 1, block_end)
+    clean_prefix = prefix_of_clean(clean, answer.prompt_length, len(block))
     prefix = torch.cat([clean_prefix, torch.full_like(window, len(text) - 1)])
     mask = diffusion_mask(pos[None], prefix[None], torch.zeros_like(pos)[None])
     hidden = model(tokens[None], pos[None], mask)
@@ -157,7 +161,7 @@ def over_t(examples: list[Example], normalization: str) -> list[float]:
 
 @torch.inference_mode()
 def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256) -> Sequence:
-    """Checks guesses that no mask made: what the model predicted after its last guesses."""
+    """An answer; each forward checks what the last one predicted after its guesses. No cache."""
     answer = Sequence(prompt, model.config, max_new, tau=None)
     guesses = []
     while not answer.done:
