@@ -8,17 +8,18 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from decode import Options, Sequence
 from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number, path
 from plumbing.chat import Chat
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile
-from plumbing.scheduler import Text
 
 ROOT = Path(__file__).parent.parent
 TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks are run from
@@ -55,13 +56,13 @@ def last_number(text: str) -> float | None:
     return float(numbers[-1].replace(",", ""))
 
 
-def are_right(chat: Chat, answers: list[Text], problems: list[dict]) -> list[bool]:
+def are_right(chat: Chat, answers: list[Sequence], problems: list[dict]) -> list[bool]:
     """Is the last number of each answer the problem's?"""
     found = [last_number(chat.decode(answer.tokens)) for answer in answers]
     return [one == last_number(str(row["answer"])) for one, row in zip(found, problems)]
 
 
-def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> str:
+def accuracy(chat: Chat, answers: list[Sequence], problems: list[dict]) -> str:
     """In percent, the answers that are right; "" if the problems have none."""
     if "answer" not in problems[0]:
         return ""
@@ -69,11 +70,11 @@ def accuracy(chat: Chat, answers: list[Text], problems: list[dict]) -> str:
     return f"{sum(right) / len(right):.1%}"
 
 
-def tokens_per_forward(answers: list[Text]) -> float:
+def tokens_per_forward(answers: list[Sequence]) -> float:
     return sum(len(answer.tokens) for answer in answers) / sum(a.forwards for a in answers)
 
 
-def positions_per_forward(answers: list[Text]) -> float:
+def positions_per_forward(answers: list[Sequence]) -> float:
     """Positions that the model computed per row and forward, prefills aside."""
     widths = [width for answer in answers for width in answer.positions[1:]]
     return sum(widths) / max(1, len(widths))
@@ -200,11 +201,21 @@ def add_max_new(parser: Parser) -> None:
 
 
 def add_taus(parser: Parser, default: list[float]) -> None:
-    """Add --tau, which takes several, --block and --verify."""
+    """Add --tau, which takes several, --block and --verify: see `ways_to_decode`."""
     add = parser.add_argument
-    add("--tau", type=float, nargs="+", default=default, help="thresholds; 1 is plain AR")
+    shown = " ".join(f"{tau:g}" for tau in default)
+    add("--tau", type=float, nargs="+", help=f"thresholds; 1 is plain AR (default: {shown})")
     add("--block", type=number(int, 1), help="masks per forward (default: what the model learnt)")
-    add("--verify", action="store_true", help="lossless: tau says what to guess, AR checks it")
+    add("--verify", action="store_true", help="lossless: AR checks every guess; takes no tau")
+
+
+def ways_to_decode(args: argparse.Namespace, taus: list[float]) -> dict[str, Options]:
+    """The options for every --tau, or for --verify; UserError for what cannot be combined."""
+    names = [field.name for field in fields(Options)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if args.verify and not args.tau:
+        return {"verify": Options(**given)}
+    return {f"tau {tau:g}": Options(**given | {"tau": tau}) for tau in args.tau or taus}
 
 
 def add_rows(parser: Parser, default: int | list[int]) -> None:

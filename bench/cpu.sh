@@ -23,20 +23,20 @@ python -c "import torch, datetime as d; print(f'# $(nproc) cores of$processor, t
 
 quality
 for rows in 1 8 32; do
-    quality --verify --tau 0 --rows $rows
-    quality --verify --tau 0 --rows $rows --temperature 1
+    quality --verify --rows $rows
+    quality --verify --rows $rows --temperature 1
 done
 for dtype in float32 bfloat16; do
-    quality --verify --tau 0 $gsm8k --max-new 128 --dtype $dtype
+    quality --verify $gsm8k --max-new 128 --dtype $dtype
 done
-quality --verify --tau 0 --dtype bfloat16
+quality --verify --dtype bfloat16
 speed --lossless --rows 1 8 16 --rounds 9 --limit 50
 
 for dtype in float32 bfloat16; do
     speed --transformers --limit 32 --rounds 9 --rows 1 8 --dtype $dtype
     speed --transformers --widths --shape 0.5B --max-new 16 --rounds 9 --rows 1 8 --dtype $dtype
 done
-speed --table5
+step python -m experiments.paper.tables --table5
 speed --long 4096
 speed --long 4096 --shape 0.5B
 step python -m experiments.serving
@@ -45,7 +45,7 @@ step python -m experiments.training_cost
 step python -m experiments.training_cost --shape 0.5B --batch 2 --length 512 --shares .5 --rounds 2
 step python -m experiments.training_cost --rows 2000000
 
-verify="$smollm2 --max-new 128 --verify --tau 0 --groups 5 --dtype"
+verify="$smollm2 --max-new 128 --verify --groups 5 --dtype"
 for data in "$gsm8k" "$ifeval" "$bbh"; do
     quality $verify bfloat16 --rows 1 $data
     quality $verify bfloat16 --rows 8 $data --limit 100

@@ -35,7 +35,7 @@ except ImportError:
     raise
 
 from bench import common
-from decode import Answer, Decoder, Options
+from decode import Decoder, Options
 from model import load
 from plumbing.arguments import Parser, find_device, number, path
 from plumbing.errors import UserError, run_main
@@ -53,6 +53,7 @@ METRICS = {  # the one that is printed for each task
 }
 PAPER = list(METRICS)
 METRICS["toy"] = "exact_match,last-number"
+TAUS = [1, 0.95]
 
 # ------------------------------------------------------------------------------ the harness's model
 
@@ -88,8 +89,8 @@ class Mars(LM):
             return self.chat.prompt(chat_history)
         return self.chat.prompt(chat_history[:-1]) + chat_history[-1]["content"]
 
-    def answer(self, request, index: int) -> Answer:
-        """The request for the Decoder; a prompt that is too long loses its start."""
+    def prompt(self, request) -> list[int]:
+        """The request as token ids; a prompt that is too long loses its start."""
         context, settings = request.args
         if settings.get("do_sample") and settings.get("temperature", 1):
             raise UserError(f"{request.task_name}: samples its answers; this decoder is greedy")
@@ -97,13 +98,17 @@ class Mars(LM):
         room = self.model.config.max_position_embeddings - self.options.max_new
         if len(ids) > room:
             self.counts["cut"] += 1
-        return Answer(ids[-room:], self.model, self.options, index)
+        return ids[-room:]
 
     def generate_until(self, requests: list) -> list[str]:
-        answers = [self.answer(request, index) for index, request in enumerate(requests)]
-        texts = [""] * len(answers)
-        bar = tqdm(total=len(answers), desc=f"{self.name}, tau {self.options.tau:g}")
-        for answer, _ in Decoder(self.model, answers, self.options, self.num_rows):
+        prompts = [self.prompt(request) for request in requests]
+        longest = max(map(len, prompts)) + self.options.max_new
+        decoder = Decoder(self.model, self.options, self.num_rows, longest)
+        for prompt in prompts:
+            decoder.add(prompt)
+        texts = [""] * len(prompts)
+        bar = tqdm(total=len(prompts), desc=self.name)
+        for answer, _ in decoder:
             stop_strings = requests[answer.index].args[1].get("until") or []
             if isinstance(stop_strings, str):
                 stop_strings = [stop_strings]
@@ -177,8 +182,11 @@ def tasks_of(name: str, data: Path | None, folder: Path) -> list[str]:
     raise UserError(f"--data {data}: has only gsm8k_cot, bbh and toy, not {name}")
 
 
-def evaluate(lm: Mars, name: str, tasks: list, samples, args) -> tuple[float, float]:
-    """Accuracy and tokens per forward over all problems of a task's parts; writes the answers."""
+def evaluate(lm: Mars, way: str, name: str, tasks: list, samples, args) -> tuple[float, float]:
+    """Accuracy and tokens per forward over all problems of a task's parts; writes the answers.
+
+    way: how the model decodes, for what is written.
+    """
     lm.counts.clear()
     results = lm_eval.simple_evaluate(
         lm,
@@ -196,7 +204,7 @@ def evaluate(lm: Mars, name: str, tasks: list, samples, args) -> tuple[float, fl
         num_right += len(problems) * results["results"][part][METRICS[name]]
         num_problems += len(problems)
         for row in problems.values():
-            sample = {"task": part, "tau": lm.options.tau}
+            sample = {"task": part, "way": way}
             sample |= {"prompt": row["arguments"][0][0], "answer": row["resps"][0][0]}
             samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
     if lm.counts["cut"]:
@@ -206,17 +214,15 @@ def evaluate(lm: Mars, name: str, tasks: list, samples, args) -> tuple[float, fl
 
 def evaluate_all(tasks: dict[str, list], samples, args) -> str:
     """The table: accuracy and tokens per forward of each task, and their means, for every tau."""
-    options = Options(block=args.block, verify=args.verify, max_new=args.max_new)
-    lm = Mars(args.model, options, args.rows, args.device, args.dtype)
+    lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
     rows = []
-    for tau in args.tau:
-        options.tau = tau
-        figures = [evaluate(lm, name, parts, samples, args) for name, parts in tasks.items()]
+    for way, options in common.ways_to_decode(args, TAUS).items():
+        lm.options = options
+        figures = [evaluate(lm, way, name, parts, samples, args) for name, parts in tasks.items()]
         accuracies = [accuracy for accuracy, _ in figures]
         speeds = [speed for _, speed in figures]
         figures.append((mean(accuracies), mean(speeds)))
-        label = f"verify, tau {tau:g}" if args.verify else f"tau {tau:g}"
-        rows.append([label, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
+        rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
     return common.table([args.model, *tasks, "mean"], rows)
 
 
@@ -229,12 +235,11 @@ def parse_arguments():
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
     add("--samples", type=path, help="append every problem's prompt and answer to this JSONL file")
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")
-    common.add_taus(parser, default=[1, 0.95])
+    common.add_taus(parser, TAUS)
     common.add_rows(parser, default=8)
     common.add_max_new(parser)
     args = parser.parse_args()
-    for tau in args.tau:
-        Options(tau)  # a UserError if it is out of range
+    common.ways_to_decode(args, TAUS)  # a UserError if a tau is out of range
     if "humaneval_instruct" in args.tasks and not args.run_code:
         raise UserError("humaneval_instruct runs what the model wrote: allow it with --run-code")
     if args.run_code:

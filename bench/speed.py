@@ -1,8 +1,6 @@
 """Speed of decoding: all settings in turn, in one run.
 
-    python -m bench.speed --table5          # the paper's Table 5: what each cache is worth
-    python -m bench.speed --table6 toy/draft    # and its Table 6: what a draft model is worth
-    python -m bench.speed --lossless        # AR, tau, and --verify with several groups and taus
+    python -m bench.speed --lossless        # AR, tau, and --verify with several groups
     python -m bench.speed --transformers    # next to transformers' generate and its prompt lookup
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
     python -m bench.speed --long 4096       # one long answer: time and memory as it grows
@@ -25,32 +23,37 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from bench import common
-from decode import Answer, Decoder, Options
-from experiments.paper.drafts import WithDraft
+from decode import Decoder, Options, Sequence
 from kv_cache import KVCache
 from model import Qwen2, load
-from plumbing.config import config_json
 from plumbing.arguments import Parser, find_device, number
-from plumbing.attention import attend_folded, fast_forwards, fold
+from plumbing.attention import FastForward, attend_folded, fold
 from plumbing.chat import Chat
-from plumbing.errors import UserError, run_main
+from plumbing.config import config_json
+from plumbing.errors import run_main
 from plumbing.processes import peak_memory
-from plumbing.scheduler import Text
 
-BLOCK_CACHES = (4, 8, 16, 32, 64, 128, 256)
-GUESS_TAUS = (0.5, 0.9)
 GROUPS = (1, 2, 3, 5)
 # Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its
 # masks; five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
 
-Way = Callable[[list[list[int]], int], list[Text]]  # of prompts and max_new
+
+class Answer(NamedTuple):
+    """What a way to decode gave for a prompt."""
+
+    tokens: list[int]
+    moments: list[float]  # when each token came, if that is known
+    sequence: Sequence | None  # with statistics of our decoder
+
+
+Way = Callable[[list[list[int]], int], list[Answer]]  # of prompts and max_new
 
 # ----------------------------------------------------------------------------------- ways to decode
 
@@ -58,23 +61,16 @@ Way = Callable[[list[list[int]], int], list[Text]]  # of prompts and max_new
 class Ours:
     """Our decoder, made (and compiled) once for all calls."""
 
-    def __init__(self, model: Qwen2, rows: int, longest: int, cache: bool = True, **options):
-        self.options = Options(**options)
-        self.decoder = Decoder(model, [], self.options, rows, longest)
-        if not cache:  # nothing is kept, so every forward computes the whole text
-            self.decoder.cache.commit = lambda counts: None
+    def __init__(self, model: Qwen2, rows: int, longest: int, **options):
+        self.decoder = Decoder(model, Options(**options), rows, longest)
 
     def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
-        decoder = self.decoder
-        options = replace(self.options, max_new=max_new)
-        answers = [Answer(prompt, decoder.model, options, i) for i, prompt in enumerate(prompts)]
-        for answer in answers:
-            answer.moments = []
-        decoder.waiting.extend(answers)
-        for answer, tokens in decoder:
-            answer.moments += [time.perf_counter()] * len(tokens)
-        decoder.clear_done()  # or the same prompts would cost nothing the next time
-        return answers
+        sequences = [self.decoder.add(prompt, max_new=max_new) for prompt in prompts]
+        moments = {sequence: [] for sequence in sequences}
+        for sequence, tokens in self.decoder:
+            moments[sequence] += [time.perf_counter()] * len(tokens)
+        self.decoder.scheduler.clear_done()  # or the same prompts would cost nothing the next time
+        return [Answer(sequence.tokens, moments[sequence], sequence) for sequence in sequences]
 
 
 class Moments:
@@ -96,7 +92,7 @@ class Moments:
 
 
 class Theirs:
-    """transformers' generate on the same tensors. Make it before `Ours`, which moves them."""
+    """transformers' generate on the same tensors."""
 
     def __init__(self, model: Qwen2):
         import transformers
@@ -115,7 +111,9 @@ class Theirs:
         self.ours = model
 
     @torch.inference_mode()
-    def __call__(self, prompts: list[list[int]], max_new: int, rows: int, **options) -> list[Text]:
+    def __call__(
+        self, prompts: list[list[int]], max_new: int, rows: int, **options
+    ) -> list[Answer]:
         """Greedy answers, `rows` prompts at a time, padded on the left."""
         answers = []
         for first in range(0, len(prompts), rows):
@@ -135,47 +133,31 @@ class Theirs:
                 streamer=streamer,
                 **options,
             )
-            for prompt, tokens in zip(batch, output[:, width:].tolist()):
-                answer = Text(prompt, max_new, self.ours.config)
-                answer.take(tokens, num_positions=0)  # up to the end of the turn
-                answer.accepted.clear()  # transformers does not say what each forward gave
-                answer.moments = streamer.moments[: len(answer.tokens)]
-                answers.append(answer)
+            for tokens in output[:, width:].tolist():
+                tokens = through_end(tokens, self.ours.config.eos_token_id)
+                answers.append(Answer(tokens, streamer.moments[: len(tokens)], None))
         return answers
 
 
-def table5(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
-    ways = {"AR": ours(tau=1.0), "MARS, no cache": ours(tau=args.tau, cache=False)}
-    for size in BLOCK_CACHES:
-        ways[f"MARS, B_cache {size}"] = ours(tau=args.tau, block_cache=size)
-    ways["MARS, cursor"] = ours(tau=args.tau)
-    return ways
+def through_end(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
+    """The tokens up to the first that ends a turn; transformers pads the shorter answers."""
+    for count, token in enumerate(tokens, 1):
+        if token in ends:
+            return tokens[:count]
+    return tokens
 
 
-def table6(draft: Qwen2, ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
-    target, _, longest = ours.args
-    with_draft = functools.partial(WithDraft, target, draft, longest)
-    return {
-        "AR draft + AR": with_draft(tau=1.0, draft_tau=1.0),
-        "AR": ours(tau=1.0),
-        "AR draft + MARS": with_draft(tau=args.tau, draft_tau=1.0),
-        "MARS draft + MARS": with_draft(tau=args.tau, draft_tau=args.tau),
-        "MARS": ours(tau=args.tau),
-        "MARS, verify": ours(verify=True),
-    }
-
-
-def lossless(ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
+def lossless(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
+    ours = functools.partial(Ours, model, rows, longest, compile=args.compile)
     ways = {"AR": ours(tau=1.0), f"tau {args.tau:g}": ours(tau=args.tau)}
     ways["verify"] = ours(verify=True)
     for groups in GROUPS:
         ways[f"verify, groups {groups}"] = ours(verify=True, groups=groups)
-    for tau in GUESS_TAUS:
-        ways[f"verify, tau {tau:g}"] = ours(tau=tau, verify=True)
     return ways
 
 
-def next_to(theirs: Theirs, ours: Callable[..., Way], rows: int, args) -> dict[str, Way]:
+def next_to(theirs: Theirs, model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
+    ours = functools.partial(Ours, model, rows, longest, compile=args.compile)
     ways = {"transformers": functools.partial(theirs, rows=rows)}
     if rows == 1:  # prompt lookup takes no batches
         ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
@@ -188,16 +170,18 @@ def next_to(theirs: Theirs, ours: Callable[..., Way], rows: int, args) -> dict[s
     return ways
 
 
-def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
-    """Print a table per number of rows; ratios are to the first of the ways."""
+def compare(
+    make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict], args, one_batch=False
+) -> None:
+    """Print a table per number of rows; ratios are to the first of the ways.
+
+    one_batch: only as many problems as rows.
+    """
     longest = max(len(prompt) for prompt in common.encode(chat, problems)) + args.max_new
     for rows in args.rows:
-        asked = problems
-        if args.shape:  # random weights end no answer early, so one batch is enough
-            asked = problems[:rows]
+        asked = problems[:rows] if one_batch else problems
         prompts = common.encode(chat, asked)
-        ours = functools.partial(Ours, model, rows, longest, compile=args.compile)
-        ways = make_ways(ours, rows, args)
+        ways = make_ways(model, rows, longest, args)
         work = {}
         for name, way in ways.items():
             way(prompts[:rows], args.max_new)  # start-up, not timed
@@ -212,13 +196,14 @@ def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict],
             ratios = common.ratios(speeds, tokens_per_second(answers[base], seconds[base]))
             first_token = statistics.median(seconds[f"{name}, first token"])
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
+            sequences = [answer.sequence for answer in answers[name] if answer.sequence]
             lines.append(
                 [
                     name,
                     f"{statistics.median(speeds):.1f}",
                     common.spread(ratios),
-                    *per_forward(answers[name], statistics.median(ratios)),
-                    held_ahead(answers[name]),
+                    *per_forward(sequences, statistics.median(ratios)),
+                    held_ahead(sequences),
                     f"{1000 * first_token / len(prompts):.1f}",
                     gaps(answers[name]),
                     f"{sum(same) / len(same):.1%}",
@@ -231,33 +216,33 @@ def compare(make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict],
         print(f"\n{common.table([*head, 'accuracy'], lines)}", flush=True)
 
 
-def tokens_per_second(answers: list[Text], seconds: list[float]) -> list[float]:
+def tokens_per_second(answers: list[Answer], seconds: list[float]) -> list[float]:
     """In every round."""
     num_tokens = sum(len(answer.tokens) for answer in answers)
     return [num_tokens / taken for taken in seconds]
 
 
-def per_forward(answers: list[Text], ratio: float) -> list[str]:
-    """Tokens and positions per forward, and efficiency; empty if the forwards are not known."""
-    if not answers[0].forwards:
+def per_forward(sequences: list[Sequence], ratio: float) -> list[str]:
+    """Tokens and positions per forward, and efficiency; empty without sequences."""
+    if not sequences:
         return ["", "", ""]
-    tokens = common.tokens_per_forward(answers)
-    positions = common.positions_per_forward(answers)
+    tokens = common.tokens_per_forward(sequences)
+    positions = common.positions_per_forward(sequences)
     return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}"]
 
 
-def held_ahead(answers: list[Text]) -> str:
+def held_ahead(sequences: list[Sequence]) -> str:
     """Of the guesses that were checked 1, 2, ... places ahead, the share that held."""
     checked = Counter()
     held = Counter()
-    for answer in answers:
-        for num_checked, num_accepted in zip(getattr(answer, "checked", []), answer.accepted):
+    for sequence in sequences:
+        for num_checked, num_accepted in zip(sequence.checked, sequence.accepted):
             checked.update(range(1, num_checked + 1))
             held.update(range(1, num_accepted))
     return " ".join(f"{held[ahead] / checked[ahead]:.2f}" for ahead in sorted(checked))
 
 
-def gaps(answers: list[Text]) -> str:
+def gaps(answers: list[Answer]) -> str:
     """The time between tokens of the last round: the median and the 99th percentile."""
     waits = []
     for answer in answers:
@@ -275,16 +260,16 @@ def widths(model: Qwen2, args) -> None:
     """Print what a forward of one row costs after 200 tokens, by the number of its positions."""
     cache = KVCache(model.config, 1, 256, model.device, model.dtype)
     cache.lengths = [200]
-    _, advance = fast_forwards(model, cache, args.compile)
+    advance = FastForward(model, cache, args.compile)
 
     @torch.inference_mode()
     def forward(width: int) -> list[int]:
         tokens = torch.zeros(1, width, dtype=torch.long, device=model.device)
         pos = cache.reserve(width)
         mask = cache.mask(pos, pos + 1)
-        hidden = advance(tokens, pos, mask)
-        logits = model.logits(hidden[0, : NUM_LOGITS[width]].clone())
-        return logits.argmax(-1).tolist()
+        hidden = advance(tokens, pos, mask, is_prefill=False)
+        columns = torch.arange(NUM_LOGITS[width], device=model.device)[None]
+        return advance.logits_at(hidden, columns).argmax(-1).tolist()
 
     work = {width: functools.partial(forward, width) for width in NUM_LOGITS}
     source = torch.zeros(2**28, dtype=torch.uint8, device=model.device)
@@ -315,8 +300,8 @@ def long_answer(model: Qwen2, args) -> None:
     model.config.max_position_embeddings = args.long + 1
     model.config.eos_token_id = (model.config.mask_token_id,)  # never predicted: no early end
     options = Options(tau=0.0, max_new=args.long, compile=args.compile)
-    answer = Answer([0], model, options)
-    decoder = Decoder(model, [answer], options, rows=1)
+    decoder = Decoder(model, options, rows=1, longest=args.long + 1)
+    answer = decoder.add([0])
     common.forget_peak(model.device)
     before = peak_memory(model.device)
     decoder.step()
@@ -356,27 +341,30 @@ def attention_seconds(model: Qwen2, cache: KVCache, width: int) -> float:
 def parse_arguments():
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
-    add("--table5", action="store_true", help="AR, no cache, block caches and our cursor")
-    add("--table6", metavar="DRAFT", help="with a draft model, one row: directory or hub id")
     add("--lossless", action="store_true", help="AR, tau, and --verify with several groups")
     add("--transformers", action="store_true", help="next to transformers' generate")
     add("--widths", action="store_true", help="what a forward of more positions costs")
     add("--long", type=number(int, 100), help="one answer of so many tokens")
     add("--shape", choices=common.SHAPES, help="random weights in this shape")
+    add_settings(parser)
+    args = parser.parse_args()
+    if not (args.lossless or args.transformers or args.widths or args.long):
+        parser.error("choose --lossless, --transformers, --widths or --long")
+    if args.shape and args.lossless:
+        parser.error("--shape has random weights: --lossless needs a trained model")
+    if args.transformers:
+        common.require("transformers")
+    return args
+
+
+def add_settings(parser: Parser) -> None:
+    """Add what `compare` asks for."""
+    add = parser.add_argument
     add("--tau", type=number(float, 0), default=0.95, help="of MARS")
     add("--compile", action="store_true", help="torch.compile ours")
     common.add_problems(parser, limit=100)
     common.add_rows(parser, default=[1, 4, 8, 16])
     common.add_rounds(parser, default=5)
-    args = parser.parse_args()
-    need_trained = args.table5 or args.table6 or args.lossless
-    if not (need_trained or args.transformers or args.widths or args.long):
-        parser.error("choose --table5, --table6, --lossless, --transformers, --widths or --long")
-    if args.shape and need_trained:
-        parser.error("--shape has random weights: the tables and --lossless need a trained model")
-    if args.transformers:
-        common.require("transformers")
-    return args
 
 
 def main() -> None:
@@ -386,21 +374,14 @@ def main() -> None:
     model, chat = load(args.model, device, dtype)
     if args.shape:
         model = common.random_model(args.shape, device, dtype)
-    if args.table6:
-        draft, draft_chat = load(args.table6, device, dtype)
-        if chat.tokenizer.get_vocab() != draft_chat.tokenizer.get_vocab():
-            raise UserError(f"{args.table6}: its tokenizer is not that of {args.model}")
     print(f"{args.shape or args.model}, {len(problems)} problems, {args.rounds} rounds")
     print(common.machine(model))
     if args.transformers:
-        compare(functools.partial(next_to, Theirs(model)), model, chat, problems, args)
-    if args.table5:
-        compare(table5, model, chat, problems, args)
+        make_ways = functools.partial(next_to, Theirs(model))
+        one_batch = bool(args.shape)  # random weights end no answer early: one batch is enough
+        compare(make_ways, model, chat, problems, args, one_batch)
     if args.lossless:
         compare(lossless, model, chat, problems, args)
-    if args.table6:
-        args.rows = [1]
-        compare(functools.partial(table6, draft), model, chat, problems, args)
     if args.widths:
         widths(model, args)
     if args.long:

@@ -1,1 +1,0 @@
-"""Measurements; each prints Markdown: `python -m bench.quality`, `python -m bench.speed`, ..."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench import common
-from decode import Answer, Decoder, Options, Tau
+from decode import Decoder, Options, Sequence, Tau
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.errors import UserError, run_main
@@ -52,7 +52,7 @@ class Moment:
 class Replay:
     """What happened to the prompts."""
 
-    answers: list[Answer]
+    answers: list[Sequence]
     waits: list[float]  # of every prompt, from its arrival to its first token
     moments: list[Moment] = field(default_factory=list)
 
@@ -61,25 +61,26 @@ def replay(
     model: Qwen2, prompts: list[list[int]], coming: list[Arrival], options: Options, rows: int
 ) -> Replay:
     """Answer prompts as they arrive."""
-    answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in prompts) + options.max_new
-    decoder = Decoder(model, [], options, rows, longest)
-    result = Replay(answers, waits=[0.0] * len(answers))
-    now, num_arrived = 0.0, 0
-    while not all(answer.done for answer in answers):
-        while num_arrived < len(answers) and coming[num_arrived].time <= now:
-            decoder.waiting.append(answers[num_arrived])
+    decoder = Decoder(model, options, rows, longest)
+    result = Replay(answers=[], waits=[0.0] * len(prompts))
+    now = 0.0
+    while True:
+        num_arrived = len(result.answers)
+        while num_arrived < len(prompts) and coming[num_arrived].time <= now:
+            result.answers.append(decoder.add(prompts[num_arrived]))
             num_arrived += 1
         advanced = decoder.step()
         if advanced:
             now += 1
-        else:
+        elif num_arrived < len(prompts):
             now = coming[num_arrived].time
+        else:
+            return result
         for answer, _ in advanced:
-            result.moments.append(Moment(now, len(decoder.waiting), answer.tau))
+            result.moments.append(Moment(now, len(decoder.scheduler.waiting), answer.tau))
             if answer.forwards == 1:
                 result.waits[answer.index] = now - coming[answer.index].time
-    return result
 
 
 def falling(high: float, low: float, rows: int) -> Tau:

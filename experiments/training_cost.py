@@ -1,8 +1,8 @@
 """What a MARS training step costs next to ordinary fine-tuning (AR SFT), in time and in memory.
 
-    python -m experiments.training_cost                                       # the toy model's shape
-    python -m experiments.training_cost --shape 0.5B --batch 2 --length 512   # Qwen2.5-0.5B's
-    python -m experiments.training_cost --rows 2000000                        # reading so many rows
+    python -m experiments.training_cost                                      # the toy model
+    python -m experiments.training_cost --shape 0.5B --batch 2 --length 512  # Qwen2.5-0.5B's shape
+    python -m experiments.training_cost --rows 2000000                       # reading so many rows
 
 Three steps on the same examples, with the loss at the same targets: AR SFT; MARS in the paper's
 form ("2L": a noisy copy of the whole sequence follows the clean one); MARS as in train.py (masks
@@ -25,9 +25,9 @@ import torch
 
 from bench import common
 from model import Config, initialize
-from plumbing.config import read_config
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
+from plumbing.config import read_config
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
 from plumbing.hub import locate

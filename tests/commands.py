@@ -63,3 +63,22 @@ def is_refused(done: Done, message: str) -> bool:
     assert done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
     assert done.out == ""
     return done.status == 2
+
+
+def tables(out: str) -> list[dict[str, list[str]]]:
+    """Every table of the output: its rows by the first cell, head and ruler left out."""
+    found = []
+    for block in out.split("\n\n"):
+        rows = [line for line in block.splitlines() if line.startswith("|")]
+        table = {}
+        for row in rows[2:]:
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            table[cells[0]] = cells[1:]
+        if table:
+            found.append(table)
+    return found
+
+
+def number(cell: str) -> float:
+    """Of "2.52 (2.41 to 2.63)" the first."""
+    return float(cell.split()[0].strip("%"))

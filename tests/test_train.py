@@ -24,7 +24,6 @@ from training import (
 
 import train
 from decode import generate
-from experiments import training_cost
 from model import MLP, load, visible
 from plumbing import attention
 from train import batches, lay_out, losses
@@ -45,18 +44,6 @@ def test_response_only_masks_give_the_two_stream_loss():
         ours = gradient(noisy + weight * clean, model)
         theirs = gradient(expected_noisy + weight * expected_clean, model)
         assert (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
-
-
-def test_the_papers_form_in_the_cost_bench():
-    """What is timed there as "2L" has the loss of the two streams as they are written above."""
-    for seed in cases(5, 50):
-        rng = random.Random(700 + seed)
-        model = tiny_model(rng)
-        example = random_example(rng, training_cost.BLOCK)
-        layout = training_cost.two_streams(example, model.config.mask_token_id, 1.0)
-        expected = two_stream_loss(model, example, training_cost.BLOCK)
-        for ours, theirs in zip(losses(model, unpacked([layout])), expected):
-            assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
 
 
 @torch.inference_mode()

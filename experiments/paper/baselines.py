@@ -1,7 +1,7 @@
 """What MARS is compared with: block diffusion, 1/t weights, Jacobi decoding.
 
-    python -m experiments.paper.baselines diffusion --data toy/train.jsonl --model toy/sft --steps 30
-    python -m experiments.paper.baselines over-t --ar-weight 0 --data toy/train.jsonl --model toy/sft
+    python -m experiments.paper.baselines diffusion --data toy/train.jsonl --model toy/sft
+    python -m experiments.paper.baselines over-t --ar-weight 0 --model toy/sft --data train.jsonl
 
 The two that need training are train.py with a few functions replaced, and take its options.
 
@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 import train
-from decode import Answer, Decision, Decoder, Options, outputs_at
-from kv_cache import KVCache
+from decode import Sequence
+from lossless import count_held
 from model import Qwen2, visible
 from plumbing.data import Example
 from plumbing.errors import UserError, run_main
 from plumbing.packing import round_up
-from plumbing.scheduler import Text
 from train import Batch
 
 # -------------------------------------------------------------------------------- block diffusion
@@ -53,6 +52,12 @@ def diffusion_length(example: Example, block_size: int) -> int:
     return len(diffusion_layout(example, block_size, mask_id=0, weight=1.0).tokens)
 
 
+def prefix_of_clean(pos: Tensor, prompt: int, block_size: int) -> Tensor:
+    """How many tokens the clean ones see: causal in the prompt, whole blocks after it."""
+    block_end = pos + block_size - (pos - prompt) % block_size
+    return torch.where(pos < prompt, pos + 1, block_end)
+
+
 def diffusion_layout(
     example: Example, block_size: int, mask_id: int, weight: float, doc: int = 0
 ) -> Batch:
@@ -65,10 +70,9 @@ def diffusion_layout(
     num_padding = num_targets - example.targets
     x = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding)
 
-    # Clean stream: causal in the prompt, whole blocks after it. No window sees the last block.
+    # No window sees the last block.
     clean = torch.arange(len(x) - block_size)
-    block_end = clean + block_size - (clean - prompt) % block_size
-    clean_prefix = torch.where(clean < prompt, clean + 1, block_end)
+    clean_prefix = prefix_of_clean(clean, prompt, block_size)
 
     t, masked = noise(example, len(x))
     column = torch.arange(block_size + 1).repeat(num_targets // block_size)
@@ -87,80 +91,59 @@ def diffusion_layout(
     )
 
 
-def diffusion_mask(batch: Batch) -> Tensor:
+def diffusion_mask(pos: Tensor, prefix: Tensor, doc: Tensor) -> Tensor:
     """`visible`, except that each position of a window sees what the last position may see."""
-    in_window = batch.prefix <= batch.pos
-    q_pos = torch.where(in_window, batch.pos.max(), batch.pos)
-    queries = [field[:, None, :, None] for field in (q_pos, batch.prefix, batch.doc)]
-    keys = [field[:, None, None, :] for field in (batch.pos, batch.prefix, batch.doc)]
+    q_pos = torch.where(prefix <= pos, pos.max(), pos)  # in a window: of its last position
+    queries = [field[:, None, :, None] for field in (q_pos, prefix, doc)]
+    keys = [field[:, None, None, :] for field in (pos, prefix, doc)]
     return visible(*queries, *keys)
 
 
 def diffusion_states(model: Qwen2, batch: Batch) -> Tensor:
-    return model(batch.tokens, batch.pos, diffusion_mask(batch))
-
-
-def forward(
-    model: Qwen2, cache: KVCache, tokens: Tensor, prefix: Tensor, rows: slice = slice(None)
-) -> Tensor:
-    """Hidden states of tokens (R, T) after the cached ones; each sees `prefix` (R, T) tokens."""
-    pos = cache.reserve(tokens.size(1), rows)
-    return model(tokens, pos, cache.mask(pos, prefix), cache)
-
-
-def fill_blocks(model: Qwen2, cache: KVCache, last: Tensor, prefix: Tensor) -> Tensor:
-    """The next block of each row (R, B): B forwards, each sets a row's most confident mask.
-
-    last (R, 1): the token before the block. prefix (R, 1): where the block ends.
-    """
-    block_size = model.config.block_size
-    mask_id = model.config.mask_token_id
-    blocks = torch.full((len(last), block_size), mask_id, device=model.device)
-    for _ in range(block_size):
-        window = torch.cat([last, blocks], dim=1)  # (R, B + 1)
-        hidden = forward(model, cache, window, prefix.expand_as(window))
-        logits = model.logits(hidden[:, :-1].flatten(0, 1))
-        confidence, token = logits.softmax(-1).max(-1)
-        confidence = confidence.view_as(blocks).masked_fill(blocks != mask_id, -1)
-        best = confidence.argmax(-1, keepdim=True)
-        blocks.scatter_(1, best, token.view_as(blocks).gather(1, best))
-    return blocks
-
-
-def diffuse(model: Qwen2, prompts: list[list[int]], rows: int, max_new: int = 256) -> list[Text]:
-    answers = [Text(prompt, max_new, model.config) for prompt in prompts]
-    for first in range(0, len(answers), rows):
-        diffuse_together(model, answers[first : first + rows])
-    return answers
+    mask = diffusion_mask(batch.pos, batch.prefix, batch.doc)
+    return model(batch.tokens, batch.pos, mask)
 
 
 @torch.inference_mode()
-def diffuse_together(model: Qwen2, answers: list[Text]) -> None:
-    block_size = model.config.block_size
-    capacity = max(len(answer.ids) + answer.max_new for answer in answers) + 2 * block_size
-    cache = KVCache(model.config, len(answers), capacity, model.device, model.dtype)
-    for row, answer in enumerate(answers):  # all but the last token, which opens the first window
-        if len(answer.ids) > 1:
-            tokens = torch.tensor([answer.ids[:-1]], device=model.device)
-            causal = torch.arange(1, len(answer.ids), device=model.device)[None]
-            forward(model, cache, tokens, causal, slice(row, row + 1))
-            cache.commit([len(answer.ids) - 1])
-            answer.accepted.append(0)  # a forward that gives no token
+def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
+    """An answer, block after block: each forward sets the block's most confident mask.
 
-    while not all(answer.done for answer in answers):
-        last = torch.tensor([answer.ids[-1:] for answer in answers], device=model.device)
-        start = torch.tensor(cache.lengths, device=model.device)[:, None] + 1
-        end = start + block_size
-        blocks = fill_blocks(model, cache, last, end)
-        # Once more as clean tokens. The last of them is not kept: it opens the next window.
-        window = torch.cat([last, blocks], dim=1)
-        prefix = torch.cat([start, end.expand_as(blocks)], dim=1)
-        forward(model, cache, window, prefix)
-        cache.commit([block_size] * len(answers))
-        for answer, block in zip(answers, blocks.tolist()):
-            if not answer.done:
-                answer.take(block, num_positions=block_size + 1)
-                answer.accepted += [0] * block_size  # the block took B + 1 forwards
+    Nothing is cached here. Forwards are counted as if it were: one for the prompt, and for each
+    block one more than its tokens, which puts it into the cache.
+    """
+    block_size = model.config.block_size
+    mask_id = model.config.mask_token_id
+    answer = Sequence(prompt, model.config, max_new, tau=None)
+    if len(prompt) > 1:  # the last token opens the first window
+        answer.accepted.append(0)
+    while not answer.done:
+        block = [mask_id] * block_size
+        for _ in range(block_size):
+            logits = window_logits(model, answer, block)
+            confidence, tokens = logits.softmax(-1).max(-1)
+            is_set = torch.tensor(block, device=model.device) != mask_id
+            best = confidence.masked_fill(is_set, -1).argmax().item()
+            block[best] = tokens[best].item()
+        answer.take(block, num_positions=block_size + 1)
+        answer.accepted += [0] * block_size
+    return answer
+
+
+def window_logits(model: Qwen2, answer: Sequence, block: list[int]) -> Tensor:
+    """What the model predicts for the tokens of a block (B, V) that follows an answer's text.
+
+    As in training: after the text comes a window, a copy of the last token and then the block.
+    """
+    text = torch.tensor(answer.text, device=model.device)
+    clean = torch.arange(len(text), device=model.device)
+    window = torch.arange(len(text) - 1, len(text) + len(block), device=model.device)
+    tokens = torch.cat([text, text[-1:], torch.tensor(block, device=model.device)])
+    pos = torch.cat([clean, window])
+    clean_prefix = prefix_of_clean(clean, answer.prompt_length, len(block))
+    prefix = torch.cat([clean_prefix, torch.full_like(window, len(text) - 1)])
+    mask = diffusion_mask(pos[None], prefix[None], torch.zeros_like(pos)[None])
+    hidden = model(tokens[None], pos[None], mask)
+    return model.logits(hidden[0, len(text) : -1])
 
 
 # ----------------------------------------------------------------------------------------- over t
@@ -176,38 +159,22 @@ def over_t(examples: list[Example], normalization: str) -> list[float]:
 # ----------------------------------------------------------------------------------------- Jacobi
 
 
-class Jacobi(Decoder):
-    """Checks guesses that no mask made: what the model predicted after its last guesses."""
-
-    def __init__(
-        self, model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int = 8, **options
-    ):
-        options = Options(tau=1.0, verify=True, block=num_guesses, **options)  # tau 1: no masks
-        answers = [Answer(prompt, model, options, i) for i, prompt in enumerate(prompts)]
-        super().__init__(model, answers, options, rows)
-
-    def decide(self, hidden: Tensor, last: Tensor, batch: list[Answer | None]) -> list[Decision]:
-        num_guesses = self.options.block
-        ahead = torch.arange(num_guesses + 1, device=last.device)
-        predicted = outputs_at(self.model, hidden, last + ahead).logits.argmax(-1).tolist()
-        decisions = super().decide(hidden, last, batch)
-        for row, answer in enumerate(batch):
-            if answer is None:
-                continue
-            after_guesses = predicted[row][: len(answer.guesses) + 1]
-            guesses = after_guesses[decisions[row].num_held + 1 :]
-            while len(guesses) < num_guesses:  # any guess will do
-                guesses.append(after_guesses[-1])
-            decisions[row] = decisions[row]._replace(guesses=guesses)
-        return decisions
-
-
-def jacobi(model: Qwen2, prompts: list[list[int]], num_guesses: int, rows: int) -> list[Answer]:
-    decoder = Jacobi(model, prompts, num_guesses, rows)
-    answers = list(decoder.waiting)
-    for _ in decoder:
-        pass
-    return answers
+@torch.inference_mode()
+def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256) -> Sequence:
+    """An answer; each forward checks what the last one predicted after its guesses. No cache."""
+    answer = Sequence(prompt, model.config, max_new, tau=None)
+    guesses = []
+    while not answer.done:
+        tokens = torch.tensor([answer.text + guesses], device=model.device)
+        positions = torch.arange(tokens.size(1), device=model.device)[None]
+        hidden = model(tokens, positions, None)[0, len(answer.text) - 1 :]
+        predicted = model.logits(hidden).argmax(-1).tolist()
+        held = count_held(predicted, guesses)
+        answer.take(predicted[: held + 1], num_positions=1 + len(guesses))
+        guesses = predicted[held + 1 :]
+        while len(guesses) < num_guesses:  # any guess will do
+            guesses.append(predicted[-1])
+    return answer
 
 
 # ------------------------------------------------------------------------------- the command line

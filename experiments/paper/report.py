@@ -7,7 +7,6 @@ suggest.
 """
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -28,15 +27,13 @@ AS_GOOD_NATS = 0.002  # the interval of the difference in nats per token is belo
 CONVERGED = 0.01  # as many steps of AR as the other arms have gain less
 SEVERAL = 1.3  # tokens per forward
 
+TABLE6 = Path(__file__).parents[1] / "results/cache/table6.txt"  # printed by tables.py
+
 PERCENT = (100, ".1f")  # factor and format
 NATS = (1, ".4f")
 
 Case = tuple[str, str]  # an arm, and a way to decode its models
 BySeed = dict[int, np.ndarray]  # a value for each problem
-
-
-class Missing(Exception):
-    """An arm, or a way to decode it, that has no record."""
 
 
 class Results:
@@ -49,21 +46,9 @@ class Results:
             record = json.loads(path.read_text(encoding="utf-8"))
             self.records.setdefault(name, {})[int(seed)] = record
 
-    def of(self, name: str) -> dict[int, dict]:
-        """The arm's records by seed."""
-        if name not in self.records:
-            raise Missing(name)
-        return self.records[name]
-
     def decoded(self, case: Case) -> dict[int, dict]:
         name, way = case
-        found = {}
-        for seed, record in self.of(name).items():
-            if way in record["decoded"]:
-                found[seed] = record["decoded"][way]
-        if not found:
-            raise Missing(case)
-        return found
+        return {seed: record["decoded"][way] for seed, record in self.records[name].items()}
 
     def right(self, case: Case) -> BySeed:
         """1 or 0."""
@@ -73,7 +58,7 @@ class Results:
     def nats(self, name: str) -> BySeed:
         """Of the reference answer, one token ahead, relative to a mean answer's tokens."""
         found = {}
-        for seed, record in self.of(name).items():
+        for seed, record in self.records[name].items():
             nats = np.array(record["nats"].split(), dtype=float)
             found[seed] = nats * len(nats) / record["tokens"]
         return found
@@ -129,25 +114,18 @@ def verdict(parts: dict[str, bool | None]) -> str:
 
 
 def show(results: Results, base: Case, cases: dict[str, Case]) -> str:
-    """A table with a row for each case that has a record; differences are from the base."""
+    """A table with a row for each case; differences are from the base, which is the first."""
     rows = []
     for label, case in cases.items():
-        try:
-            right = results.right(case)
-        except Missing:
-            continue
+        right = results.right(case)
         differs = ""
         if case != base:
             differs = text(minus(right, results.right(base)), sign="+")
         rows.append([label, text(right), differs, f"{results.speed(case):.2f}"])
-    if not rows:
-        raise Missing(base)
     return table(["", "accuracy, %", f"from {rows[0][0]}", "tokens/forward"], rows)
 
 
 # ------------------------------------------------------------------------- the fields of claims.md
-#
-# Each function returns fields; Missing if it lacks records.
 
 
 def one_token(results: Results) -> dict[str, str]:
@@ -168,24 +146,19 @@ def one_token(results: Results) -> dict[str, str]:
     start = results.nats("sft")
     nats = []
     for label, name in arms.items():
-        if name not in results.records:
-            continue
         mine = results.nats(name)
         row = [label, f"{mean(mine):.4f}", "", ""]
         if name != "sft":
             row[2] = text(minus(mine, start), NATS, sign="+")
-            trained = [record["trained"]["clipped"] for record in results.of(name).values()]
+            trained = [record["trained"]["clipped"] for record in results.records[name].values()]
             row[3] = f"{np.mean(trained):.0%}"
         nats.append(row)
     return {
         "accuracy_table": show(results, ("sft", ONE), cases),
         "nats_table": table(["", "nats per token", "from AR SFT", "norm above 1"], nats),
         "verdict": one_token_verdict(results, "mars-4", "ar"),
+        "slow_verdict": one_token_verdict(results, "mars-4-slow", "ar-slow"),
     }
-
-
-def half_the_rate(results: Results) -> dict[str, str]:
-    return {"slow_verdict": one_token_verdict(results, "mars-4-slow", "ar-slow")}
 
 
 def one_token_verdict(results: Results, mars: str, more: str) -> str:
@@ -224,22 +197,18 @@ def clean_loss(results: Results) -> dict[str, str]:
     parts = {}
     more_nats = {}
     for size in (4, 16):
-        for label, arm in (("w = 1", "mars"), ("w = 0", "no-clean"), ("w = 0, 1/t", "over-t")):
-            name = f"{arm}-{size}"
-            if name in results.records:
-                right = text(results.right((name, ONE)))
-                rows.append([f"B = {size}, {label}", right, f"{mean(results.nats(name)):.4f}"])
-        with_it, without = f"mars-{size}", f"no-clean-{size}"
-        fewer_right = None
-        if without in results.records:
-            lost = minus(results.right((with_it, ONE)), results.right((without, ONE)))
-            fewer_right = above(lost, 0)
-            more_nats[size] = minus(results.nats(without), results.nats(with_it))
-        parts[f"fewer right answers without it, B = {size}"] = fewer_right
-    if not more_nats:
-        raise Missing("no-clean")
-    more_so = above(minus(more_nats[16], more_nats[4]), 0) if len(more_nats) == 2 else None
-    parts["more nats are lost with the larger B"] = more_so
+        arms = {"w = 1": f"mars-{size}", "w = 0": f"no-clean-{size}"}
+        if size == 4:
+            arms["w = 0, 1/t"] = "over-t-4"
+        for label, name in arms.items():
+            right = text(results.right((name, ONE)))
+            rows.append([f"B = {size}, {label}", right, f"{mean(results.nats(name)):.4f}"])
+        with_it, without = arms["w = 1"], arms["w = 0"]
+        lost = minus(results.right((with_it, ONE)), results.right((without, ONE)))
+        parts[f"fewer right answers without it, B = {size}"] = above(lost, 0)
+        more_nats[size] = minus(results.nats(without), results.nats(with_it))
+    more_so = minus(more_nats[16], more_nats[4])
+    parts["more nats are lost with the larger B"] = above(more_so, 0)
     shown = table(["", "accuracy, %", "nats per token"], rows)
     return {"clean_loss_table": shown, "clean_loss_verdict": verdict(parts)}
 
@@ -248,14 +217,10 @@ def tau_buys(results: Results) -> dict[str, str]:
     tables = []
     verdicts = []
     for size in (4, 8, 16):
-        if f"mars-{size}" not in results.records:
-            continue
         sweep = {f"B = {size}, {way}": (f"mars-{size}", way) for way in [ONE, *PAPER]}
         verdicts.append(f"B = {size}: {verdict(is_a_trade(results, list(sweep.values())))}")
         shown = sweep if size == 4 else dict(list(sweep.items())[:2])
         tables.append(show(results, (f"mars-{size}", ONE), shown))
-    if not tables:
-        raise Missing("mars")
     return {"tau_tables": "\n\n".join(tables), "tau_verdicts": "\n\n".join(verdicts)}
 
 
@@ -299,48 +264,23 @@ def ours(results: Results) -> dict[str, str]:
     return {"ours_table": show(results, base, cases), "verify_same": f"{share:.2%}"}
 
 
-FIELDS = (one_token, half_the_rate, causes, block_diffusion, clean_loss)
-FIELDS += (tau_buys, training_free, ours)
+FIELDS = (one_token, causes, block_diffusion, clean_loss, tau_buys, training_free, ours)
 
 
-def write_report(records: list[Path], about: str, out: Path) -> None:
-    """Write OUT/paper.md and the plots; without the claims whose records are missing."""
+def write_report(records: list[Path], out: Path) -> None:
+    """Write OUT/paper.md and the plots."""
     results = Results(records)
     loaded = [record for by_seed in results.records.values() for record in by_seed.values()]
-    fields = {"about": about, "models": str(len(loaded))}
+    fields = {"models": str(len(loaded))}
     fields["made"] = "; ".join(sorted({record["made"] for record in loaded}))
-    for path in records[0].parent.glob("*.txt"):  # of Table 6: what another command printed
-        fields[path.stem] = path.read_text(encoding="utf-8").strip()
+    fields["table6"] = TABLE6.read_text(encoding="utf-8").strip()
     for function in FIELDS:
-        try:
-            fields |= function(results)
-        except Missing:
-            continue
+        fields |= function(results)
     for name, (title, curves) in PLOTS.items():
         draw(results, out / name, title, curves)
-    try:
-        draw_training(results, out / "convergence.png")
-        fields["convergence"] = "convergence.png"
-    except Missing:
-        pass
+    draw_training(results, out / "convergence.png")
     template = Path(__file__).with_name("claims.md").read_text(encoding="utf-8")
-    (out / "paper.md").write_text(fill(template, fields), encoding="utf-8")
-
-
-def fill(template: str, fields: dict[str, str]) -> str:
-    """The template without paragraphs that lack a field, and without sections that show none."""
-    sections = []
-    for section in template.split("\n\n## "):
-        paragraphs = []
-        has_field = False
-        for paragraph in section.split("\n\n"):
-            needed = set(re.findall(r"{(\w+)}", paragraph))
-            if needed <= fields.keys():
-                paragraphs.append(paragraph.format(**fields))
-                has_field = has_field or bool(needed)
-        if has_field:
-            sections.append("\n\n".join(paragraphs).strip())
-    return "\n\n## ".join(sections) + "\n"
+    (out / "paper.md").write_text(template.format(**fields), encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------- plots
@@ -392,13 +332,10 @@ def draw_curve(axes, x: list[float], right: list[BySeed], marker: str, colour: s
 
 
 def draw(results: Results, file: Path, title: str, curves: list[tuple]) -> None:
-    """Accuracy over tokens per forward. A curve without records is left out."""
+    """Accuracy over tokens per forward."""
     figure, axes = new_plot(title, "tokens per forward")
     for label, name, ways, marker, colour in curves:
-        try:
-            x = [results.speed((name, way)) for way in ways]
-        except Missing:
-            continue
+        x = [results.speed((name, way)) for way in ways]
         y = draw_curve(axes, x, [results.right((name, way)) for way in ways], marker, colour)
         below = {"xytext": (0, -24), "textcoords": "offset points", "ha": "center"}
         place = BESIDE if len(ways) == 1 else below

@@ -1,13 +1,12 @@
 """The paper's claims at a scale that a laptop reaches, from one command.
 
-    python -m experiments.paper            # everything: five hours of two cores (ten of one: --jobs 1)
-    python -m experiments.paper --quick    # 15 minutes of two cores, on easy problems
+    python -m experiments.paper    # five hours of two cores (ten of one: --jobs 1)
 
 All arms go on from one AR model, with the same data and number of steps (one has twice as many). A
 piece is one arm with one seed: it is trained, decodes the problems in several ways, and keeps what
-became of each problem under experiments/results/cache. What is there already is not computed again, and a
-training that was interrupted is resumed. So with the committed records this only draws the report
-(report.py).
+became of each problem under experiments/results/cache. What is there already is not computed again,
+and a training that was interrupted is resumed. So with the committed records this only draws the
+report (report.py).
 """
 
 import datetime
@@ -37,9 +36,10 @@ from plumbing.chat import Chat
 from plumbing.data import encode as encode_row
 from plumbing.errors import UserError, run_main
 from plumbing.files import atomic_write
-from toy.make import HARD_TEST_ROWS, World, hard_problem, problem, split, write
+from toy.make import HARD_TEST_ROWS, hard_problem, split, write
 
-WORK = ROOT / "experiments/work"
+START = ROOT / "toy/hard"  # the model that all start from
+WORK = ROOT / "experiments/work/full"
 RESULTS = ROOT / "experiments/results"
 ROWS = 64  # problems decoded at a time
 NUM_JACOBI_GUESSES = 16
@@ -102,64 +102,22 @@ def decoding_options(way: str, block: int) -> dict:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which arms, how long they train, and on which problems they are measured."""
+    """How long the arms train, and on which problems they are measured. The tests have others."""
 
-    about: str  # the report's words for it
-    world: World
-    train_rows: int
-    num_problems: int
-    start: Path  # the model that all arms start from
-    options: str  # of train.py, for all arms
-    arms: tuple[str, ...]
-    num_seeds: int  # at most
-    work: Path  # for the trained models
-    out: Path  # for the report, and the records in out/cache
+    train_rows: int = 12_800
+    num_problems: int = HARD_TEST_ROWS
+    options: str = "--steps 800 --batch 32 --save-every 200 --held-out 256"  # of train.py
+    work: Path = WORK  # for the trained models
+    out: Path = RESULTS  # for the report, and the records in out/cache
 
     def pieces(self) -> list["Piece"]:
-        found = []
-        for name in self.arms:
-            for seed in range(min(self.num_seeds, ARMS[name].num_seeds)):
-                found.append(Piece(self, seed, name))
-        return found
-
-
-FULL = Plan(
-    about="""are harder than the bundled ones (`python toy/make.py --hard`): one to six operations
-on numbers up to 999, with up to two irrelevant sentences. All models have 1.5 M parameters. AR SFT
-is [toy/hard](../../toy/README.md), trained on a fixed set of 12,800 problems until it had
-converged. Every other model goes on from it for 800 steps (one arm: 1,600) of 32 problems out of
-the same set, with the learning rate begun again. Accuracy is on 1,000 problems that no model has
-seen""",
-    world=hard_problem,
-    train_rows=12_800,
-    num_problems=HARD_TEST_ROWS,
-    start=ROOT / "toy/hard",
-    options="--steps 800 --batch 32 --save-every 200 --held-out 256",
-    arms=tuple(ARMS),
-    num_seeds=3,
-    work=WORK / "full",
-    out=RESULTS,
-)
-QUICK = Plan(
-    about="""are those of toy/test.jsonl, unseen by all models. AR SFT is toy/sft. Every other
-model goes on from it for 150 steps of 64 problems out of 20,000, with the learning rate begun
-again""",
-    world=problem,
-    train_rows=20_000,
-    num_problems=500,
-    start=ROOT / "toy/sft",
-    options="--steps 150 --batch 64",
-    arms=("sft", "ar", "mars-4", "diffusion", "no-clean-4"),
-    num_seeds=1,
-    work=WORK / "quick",
-    out=WORK / "quick",
-)
+        return [Piece(self, seed, name) for name in ARMS for seed in range(ARMS[name].num_seeds)]
 
 
 @functools.cache
 def problems_of(plan: Plan) -> tuple[list[dict], str]:
     """The problems, and a hash by which records know them."""
-    _, problems = split(plan.world, 0, plan.num_problems)
+    _, problems = split(hard_problem, 0, plan.num_problems)
     return problems, hashlib.sha256(json.dumps(problems).encode()).hexdigest()[:16]
 
 
@@ -170,7 +128,7 @@ class Piece:
         self.plan = plan
         self.arm = ARMS[name]
         self.name = f"{name}-{seed}"
-        self.model = plan.work / self.name if self.arm.command else plan.start
+        self.model = plan.work / self.name if self.arm.command else START
         self.record = plan.out / "cache" / f"{self.name}.json"
         self.made_of = {
             "problems": problems_of(plan)[1],
@@ -185,7 +143,7 @@ class Piece:
             return ""
         data = relative(self.plan.work / "train.jsonl")
         return (
-            f"python {self.arm.command} --model {relative(self.plan.start)} --data {data}"
+            f"python {self.arm.command} --model {relative(START)} --data {data}"
             f" {self.plan.options} --out {relative(self.model)} --seed {seed}{self.arm.more}"
         )
 
@@ -229,7 +187,7 @@ def relative(path: Path) -> str:
 
 def make_data(plan: Plan) -> None:
     """Write the training data; `split` keeps the problems out of it."""
-    rows, _ = split(plan.world, plan.train_rows, plan.num_problems)
+    rows, _ = split(hard_problem, plan.train_rows, plan.num_problems)
     plan.work.mkdir(parents=True, exist_ok=True)
     write(plan.work / "train.jsonl", rows)
 
@@ -258,9 +216,9 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
     """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
     prompts = encode(chat, problems)
     if way == "diffusion":
-        answers = diffuse(model, prompts, ROWS)
+        answers = [diffuse(model, prompt) for prompt in prompts]
     elif way == "jacobi":
-        answers = jacobi(model, prompts, NUM_JACOBI_GUESSES, ROWS)
+        answers = [jacobi(model, prompt, NUM_JACOBI_GUESSES) for prompt in prompts]
     else:
         answers = generate(model, prompts, ROWS, **decoding_options(way, block))
     return {
@@ -272,11 +230,10 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
 
 def main() -> None:
     parser = Parser("The paper's claims at a scale that a laptop reaches.")
-    add = parser.add_argument
-    add("--quick", action="store_true", help="15 minutes: easy problems, one seed, fewer models")
-    add("--jobs", type=number(int, 1), default=2, help="pieces at a time, one thread each")
+    help = "pieces at a time, one thread each"
+    parser.add_argument("--jobs", type=number(int, 1), default=2, help=help)
     args = parser.parse_args()
-    plan = QUICK if args.quick else FULL
+    plan = Plan()
     require("matplotlib")
     pieces = plan.pieces()
     missing = [piece for piece in pieces if not piece.is_complete()]
@@ -287,7 +244,7 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
             for _ in tqdm(pool.imap_unordered(Piece.complete, missing), total=len(missing)):
                 pass
-    report.write_report([piece.record for piece in pieces], plan.about, plan.out)
+    report.write_report([piece.record for piece in pieces], plan.out)
     print(f"{relative(plan.out)}/paper.md")
 
 

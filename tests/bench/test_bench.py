@@ -10,37 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from commands import command, is_refused
+from commands import command, is_refused, number, tables
 from common import ROOT, cases, endless_model, random_prompt, tiny_model
 from safetensors.torch import load_file, save_file
 
-import lossless
 from bench import common, likelihood, quality, speed
-from decode import Answer, Options, generate
-from experiments import serving, training_cost
+from decode import Decoder, Options, generate
 from model import load
 from plumbing.data import Example
+from plumbing.sampling import dice
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
-
-
-def tables(out: str) -> list[dict[str, list[str]]]:
-    """Every table of the output: its rows by the first cell, head and ruler left out."""
-    found = []
-    for block in out.split("\n\n"):
-        rows = [line for line in block.splitlines() if line.startswith("|")]
-        table = {}
-        for row in rows[2:]:
-            cells = [cell.strip() for cell in row.strip("|").split("|")]
-            table[cells[0]] = cells[1:]
-        if table:
-            found.append(table)
-    return found
-
-
-def number(cell: str) -> float:
-    """Of "2.52 (2.41 to 2.63)" the first."""
-    return float(cell.split()[0].strip("%"))
 
 
 # ------------------------------------------------------------------------------- what they share
@@ -111,63 +91,32 @@ def test_rows_without_a_number_are_refused(tmp_path, row, message):
 
 
 @pytest.mark.parametrize(
-    "name, message",
-    [
-        ("picture.xyz", "must end with .png, .pdf or .svg"),
-        ("picture", "must end with .png, .pdf or .svg"),
-        ("nowhere/picture.png", "there is no directory nowhere"),
-    ],
-)
-def test_a_plot_that_cannot_be_written(monkeypatch, name, message):
-    """It was found out after all the work."""
-    monkeypatch.setattr(serving, "load", lambda *_: pytest.fail("work was done"))
-    assert is_refused(command("experiments.serving", "--plot", name), message)
-
-
-@pytest.mark.parametrize(
     "module, words, message",
     [
         ("quality", ("--limit", 0), "--limit: must be at least 1, not 0"),
         ("quality", ("--rows", 0), "--rows: must be at least 1, not 0"),
         ("quality", ("--tau", 1, 3), "tau 3.0: must be between 0 and 1"),
-        (
-            "quality",
-            ("--verify", "--block-cache", 4),
-            "verify cannot be combined with block_cache",
-        ),
+        ("quality", ("--verify", "--tau", 1), "--verify takes no --tau"),
+        ("quality", ("--verify", "--block-cache", 4), "--verify and --block-cache cannot be"),
         ("quality", ("--data", "nowhere.jsonl"), "nowhere.jsonl: "),
-        ("serving", ("--calm", 0), "--calm: must be at least 0.001, not 0"),
-        ("serving", ("--limit", 3), "--waves 2: needs at least 4 problems"),
-        ("speed", (), "choose --table5, --table6, --lossless, --transformers, "),
-        ("speed", ("--table5", "--rounds", 0), "--rounds: must be at least 1, not 0"),
+        ("speed", (), "choose --lossless, --transformers, --widths or --long"),
+        ("speed", ("--lossless", "--rounds", 0), "--rounds: must be at least 1, not 0"),
         ("speed", ("--long", 10), "--long: must be at least 100, not 10"),
-        (
-            "speed",
-            ("--table5", "--shape", "0.5B"),
-            "the tables and --lossless need a trained model",
-        ),
-        ("training_cost", ("--shares", 2), "--shares: must be below 0.91, not 2"),
-        ("training_cost", ("--rows", 1), "--rows: must be at least 1000, not 1"),
+        ("speed", ("--lossless", "--shape", "0.5B"), "--lossless needs a trained model"),
     ],
 )
 def test_bad_options(module, words, message):
     assert is_refused(command(f"bench.{module}", *words), message)
 
 
-@pytest.mark.parametrize(
-    "module, words, package",
-    [
-        ("serving", ("--plot", "queue.png"), "matplotlib"),
-        ("speed", ("--transformers",), "transformers"),
-    ],
-)
-def test_an_optional_package_that_is_missing(monkeypatch, module, words, package):
+def test_an_optional_package_that_is_missing(monkeypatch):
     """One line, before a model is loaded."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert is_refused(command(f"bench.{module}", *words), f"{package} is not installed: pip")
+    done = command("bench.speed", "--transformers")
+    assert is_refused(done, "transformers is not installed: pip")
 
 
-@pytest.mark.parametrize("module", ["quality", "serving", "speed", "training_cost"])
+@pytest.mark.parametrize("module", ["quality", "speed"])
 def test_help(module):
     status, out, _ = command(f"bench.{module}", "--help")
     assert status == 0 and "--model" in out and "default: " in out
@@ -180,25 +129,28 @@ def test_help(module):
 def test_the_table_over_tau():
     status, out, _ = command("bench.quality", *TOY, "--limit", 12, "--tau", 1, 0.9)
     [table] = tables(out)
-    accuracy, per_forward, positions, same, ties, different = table["1"]
+    accuracy, per_forward, positions, same, ties, different = table["tau 1"]
     assert status == 0 and number(accuracy) > 80
     assert (per_forward, positions) == ("1.00", "1.0")
     assert (same, ties, different) == ("12", "0", "0")
-    assert float(table["0.9"][1]) > 2
+    assert float(table["tau 0.9"][1]) > 2
 
 
 def test_one_token_decoding_in_blocks_is_measured_as_such():
     _, out, _ = command("bench.quality", *TOY, "--limit", 3, "--tau", 1, "--block-cache", 8)
     [table] = tables(out)
-    assert table["1"][1] == "1.00" and float(table["1"][2]) > 1
+    assert table["tau 1"][1] == "1.00" and float(table["tau 1"][2]) > 1
 
 
 def test_verified_answers_are_those_of_tau_1():
-    status, out, _ = command("bench.quality", *TOY, "--verify", "--limit", 12, "--tau", 0)
-    assert status == 0 and tables(out)[0]["0"][2:] == ["8.7", "12", "0", "0"]
-    words = ("--verify", "--limit", 12, "--tau", 0, "--temperature", 1, "--seed", 3)
+    status, out, _ = command("bench.quality", *TOY, "--verify", "--limit", 12)
+    [table] = tables(out)
+    assert status == 0 and list(table) == ["tau 1", "verify"]
+    assert table["tau 1"][1] == "1.00" and float(table["verify"][1]) > 2
+    assert table["verify"][2:] == ["8.7", "12", "0", "0"]
+    words = ("--verify", "--limit", 12, "--temperature", 1, "--seed", 3)
     status, out, _ = command("bench.quality", *TOY, *words)
-    assert status == 0 and tables(out)[0]["0"][3:] == ["12", "0", "0"]
+    assert status == 0 and tables(out)[0]["verify"][3:] == ["12", "0", "0"]
 
 
 def test_the_gap_where_sampled_answers_part():
@@ -206,13 +158,13 @@ def test_the_gap_where_sampled_answers_part():
     model, chat = load(str(ROOT / "toy/mars"), dtype=torch.float64)
     prompts = common.encode(chat, common.read_problems(ROOT / "toy/test.jsonl", 3))
     [*_, answer] = generate(model, prompts, temperature=1.5, tau=1, seed=7, max_new=20)
-    for num_tokens in range(len(prompts[2]), len(answer.ids)):
-        text = torch.tensor([answer.ids[:num_tokens]])
+    for num_tokens in range(len(prompts[2]), len(answer.text)):
+        text = torch.tensor([answer.text[:num_tokens]])
         logits = model.logits(model(text, torch.arange(num_tokens)[None], None)[0, -1:])[0]
-        scores = logits + 1.5 * lossless.dice(7, 2, num_tokens, logits)
+        scores = logits + 1.5 * dice(7, 2, num_tokens, logits)
         best, second = scores.sort(descending=True).values[:2]
-        assert scores.argmax() == answer.ids[num_tokens]
-        found = quality.gap_between_best(model, answer, num_tokens)
+        assert scores.argmax() == answer.text[num_tokens]
+        found = quality.gap_between_best(model, answer, num_tokens, 1.5, 7)
         assert found == pytest.approx((best - second).item())
 
 
@@ -231,83 +183,18 @@ def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, counts)
     def wrong(*args, verify, **options):
         answers = right(*args, verify=verify, **options)
         if verify:
-            answers[0].tokens[3] += 1
-            answers[0].ids[-len(answers[0].tokens) + 3] += 1
+            answers[0].text[answers[0].prompt_length + 3] += 1
         return answers
 
     monkeypatch.setattr(quality, "generate", wrong)
     monkeypatch.setattr(quality, "TIE", tie)
-    words = ("--verify", "--limit", 3, "--tau", 0, "--dtype", dtype)
+    words = ("--verify", "--limit", 3, "--dtype", dtype)
     found, out, _ = command("bench.quality", *TOY, *words)
-    assert found == status and tables(out)[0]["0"][3:] == counts
+    assert found == status and tables(out)[0]["verify"][3:] == counts
     assert "Where answers parted, the two best scores were at most" in out
 
 
-# ------------------------------------------------------------------------------------- serving
-
-
-def test_the_waiting_time_of_a_single_queue():
-    """One row, one token at a time: start when the last one ended, but not before arriving."""
-    model, chat = load(str(ROOT / "toy/mars"))
-    problems = common.read_problems(ROOT / "toy/test.jsonl", 8)
-    coming = serving.arrivals(8, calm=60, burst=5, waves=2)
-    prompts = common.encode(chat, problems)
-    done = serving.replay(model, prompts, coming, Options(tau=1.0), rows=1)
-    free = 0.0
-    for answer, waited, arrival in zip(done.answers, done.waits, coming):
-        start = max(free, arrival.time)
-        free = start + len(answer.tokens)
-        assert waited == pytest.approx(start + 1 - arrival.time)
-    assert done.moments[-1].time == pytest.approx(free) and max(done.waits) > 40
-
-
-def test_the_table_of_waves(tmp_path):
-    """What the knob is for: less waiting than a fixed 0.95, more right than a fixed 0.5."""
-    pytest.importorskip("matplotlib", reason="the plot needs bench/requirements.txt")
-    options = ("--limit", 30, "--waves", 1, "--burst", 1, "--plot", tmp_path / "queue.png")
-    status, out, _ = command("experiments.serving", *TOY, *options)
-    [table] = tables(out)
-    waits = {name: float(cells[2]) for name, cells in table.items()}
-    assert status == 0 and (tmp_path / "queue.png").stat().st_size > 10_000
-    assert waits["1"] > waits["0.95"] > waits["0.95 to 0.5"] >= waits["0.5"]
-
-
 # ---------------------------------------------------------------------------------------- speed
-
-
-def test_the_table_of_caches():
-    options = ("--limit", 6, "--rows", 1, 4, "--rounds", 1, "--max-new", 24)
-    status, out, _ = command("bench.speed", *TOY, "--table5", *options)
-    found = tables(out)
-    assert status == 0 and [len(table) for table in found] == [10, 10]
-    for table in found:
-        per_forward = {name: number(cells[2]) for name, cells in table.items()}
-        assert number(table["AR"][1]) == per_forward["AR"] == 1
-        cursor = per_forward["MARS, cursor"]
-        assert cursor == per_forward["MARS, B_cache 256"] == per_forward["MARS, no cache"] > 2
-        assert per_forward["MARS, B_cache 4"] < cursor
-        assert number(table["MARS, no cache"][3]) > 40  # positions: the whole text
-
-
-def test_the_table_of_drafts():
-    options = ("--table6", ROOT / "toy/draft", "--limit", 3, "--rounds", 1)
-    status, out, _ = command("bench.speed", *TOY, *options)
-    [table] = tables(out)
-    per_forward = {name: number(cells[2]) for name, cells in table.items()}
-    assert status == 0 and per_forward["AR"] == 1
-    assert per_forward["MARS draft + MARS"] > per_forward["AR draft + AR"] > 3
-    assert per_forward["MARS, verify"] > per_forward["MARS"] > 2
-    assert table["AR draft + AR"][-2:] == ["100.0%", "100.0%"] == table["MARS, verify"][-2:]
-
-
-def test_a_draft_of_another_vocabulary(tmp_path):
-    shutil.copytree(ROOT / "toy/draft", tmp_path / "draft")
-    path = tmp_path / "draft/tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 640, "content": "<x>"})
-    path.write_text(json.dumps(tokenizer))
-    done = command("bench.speed", *TOY, "--table6", tmp_path / "draft", "--limit", 3)
-    assert is_refused(done, "its tokenizer is not that of ")
 
 
 def test_the_table_of_lossless_speeds():
@@ -332,11 +219,15 @@ def test_the_table_of_lossless_speeds():
 
 def test_how_many_guesses_held():
     """Two forwards: of three guesses two held; of one guess none did."""
-    answer = Answer([2], endless_model(), Options(verify=True))
-    answer.checked = [0, 3, 1]
-    answer.accepted = [1, 3, 1]
-    assert speed.held_ahead([answer]) == "0.50 1.00 0.00"
-    answer.moments = [0.0, 0.2, 0.2, 0.3]
+    sequence = Decoder(endless_model(), Options(max_new=9), rows=1, longest=10).add([2])
+    sequence.checked = [0, 3, 1]
+    sequence.accepted = [1, 3, 1]
+    assert speed.held_ahead([sequence]) == "0.50 1.00 0.00"
+
+
+def test_the_gaps_between_tokens():
+    """Of four tokens, two came together."""
+    answer = speed.Answer([5, 6, 7, 8], moments=[0.0, 0.2, 0.2, 0.3], sequence=None)
     assert speed.gaps([answer]) == "100.0, 200.0"
 
 
@@ -388,22 +279,6 @@ def test_the_memory_of_a_long_answer_is_that_of_its_steps(monkeypatch):
     status, out, _ = command("bench.speed", *TOY, "--long", 300, "--device", "cpu")
     [table] = tables(out)
     assert status == 0 and all(number(cells[-1]) < 64 for cells in table.values())
-
-
-# -------------------------------------------------------------------------------- training cost
-
-
-def test_the_tables_of_training_cost(monkeypatch):
-    """A process of its own for every peak would take too long here."""
-    monkeypatch.setattr(training_cost, "alone", lambda function, *args: function(*args))
-    words = ("--batch", 2, "--length", 32, "--rounds", 1, "--shares", 0.5, "--device", "cpu")
-    status, out, _ = command("experiments.training_cost", *words)
-    [table] = tables(out)
-    assert status == 0 and list(table) == list(training_cost.FORMS)
-    assert number(table["AR SFT"][2]) == 1
-    assert all(number(cells[1]) > 0 and number(cells[2]) > 0 for cells in table.values())
-    status, out, _ = command("experiments.training_cost", "--rows", 1000)
-    assert status == 0 and out.startswith("1000 rows") and "MiB of memory" in out
 
 
 # ------------------------------------------------------------------------------------- likelihood

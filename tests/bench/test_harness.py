@@ -89,6 +89,7 @@ def test_a_turn_that_the_task_begins(lm):
         (("--tasks", "gsm8k_cot", "--data", ROOT), "gsm8k/test.jsonl: no such file"),
         (("--tasks", "humaneval_instruct"), "allow it with --run-code"),
         (("--tasks", "toy", "--tau", "2"), "tau 2.0: must be between 0 and 1"),
+        (("--tasks", "toy", "--verify", "--tau", "1"), "--verify takes no --tau"),
         (("--tasks", "toy", "--limit", "0"), "--limit: must be at least 1, not 0"),
     ],
 )

@@ -58,7 +58,7 @@ def test_no_prompt_is_both_trained_on_and_judged_by(data):
     recipes.make_data(gsm8k, ifeval, sample=False)
     recipes.make_data(gsm8k, ifeval, sample=True)
     training = prompts_of("own.jsonl")
-    assert training == prompts_of("gold.jsonl") == prompts_of("sample.jsonl")
+    assert training == prompts_of("sample.jsonl")
     assert len(set(training)) == len(training) == 47 + 47
     unseen = prompts_of("gsm8k-own.jsonl") + prompts_of("ifeval-own.jsonl")
     assert len(unseen) == 6
@@ -67,7 +67,7 @@ def test_no_prompt_is_both_trained_on_and_judged_by(data):
     assert not tested & {*training, *unseen}
 
 
-def test_whose_answers_are_trained_on(data):
+def test_whose_answers_are_trained_on_and_judged_by(data):
     gsm8k, ifeval, _ = data
     recipes.make_data(gsm8k, ifeval, sample=False)
     recipes.make_data(gsm8k, ifeval, sample=True)
@@ -76,13 +76,10 @@ def test_whose_answers_are_trained_on(data):
             row = json.loads(line)
             assert row["response"] == expected + row["prompt"]
             assert row["finish_reason"] == "length"  # else train.py would teach it to end there
-    for line in (recipes.WORK / "gold.jsonl").read_text().splitlines():
+    for line in (recipes.WORK / "gsm8k-gold.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["prompt"].startswith("q"):
-            number = int(row["prompt"][1:])
-            assert row == {"prompt": f"q{number}", "response": f"2 + {number} = {2 + number}"}
-        else:
-            assert row["response"] == "0.0 " + row["prompt"]
+        number = int(row["prompt"][1:])
+        assert row == {"prompt": f"q{number}", "response": f"2 + {number} = {2 + number}"}
 
 
 def record(gsm8k, ifeval) -> dict:
