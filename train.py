@@ -15,7 +15,7 @@ What is unusual here:
   * every target is weighted relative to the whole step, so the loss does not depend on how a step
     is packed, cut into forwards and split among processes;
   * shuffle and phases are functions of (seed, epoch, row): there is no random state to save, and a
-    run that was killed continues bit for bit (`--resume`, on a CPU).
+    run that was killed continues bit for bit (`--resume`, on a CPU, with as many threads).
 
 Under torchrun the same loop shards the model and splits the forwards of each step (FSDP2).
 """

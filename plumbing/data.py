@@ -58,8 +58,16 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ..
     return Example(tokens[:max_length], len(prompt))
 
 
+def with_prompt(row: dict) -> dict:
+    """The row with a `prompt`, also where its name is `question`, as in GSM8K."""
+    if row.get("prompt") is None and row.get("question") is not None:
+        return row | {"prompt": row["question"]}
+    return row
+
+
 def usable_messages(row: dict) -> list[dict]:
     """The conversation up to the last assistant turn; Unusable if there is none."""
+    row = with_prompt(row)
     messages = row.get("messages")
     if messages is None and "prompt" in row and "response" in row:
         messages = [{"role": "user", "content": row["prompt"]}]

@@ -6,6 +6,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
+# A terminal obeys control characters: in a text from elsewhere they are shown as signs instead.
+VISIBLE = {code: 0x2400 + code for code in range(32)} | {127: 0x2421}
+VISIBLE |= dict.fromkeys(range(128, 160), 0xFFFD)
+
 
 class UserError(ValueError):
     """Something the user can fix. The message says what is wrong, where, and what to do."""
@@ -64,7 +68,7 @@ def mend_streams() -> None:
 
 
 def stop(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {message}".translate(VISIBLE), file=sys.stderr)
     sys.exit(2)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .errors import UserError, describe
+from .files import refuse_pipe
 from .processes import leads
 
 
@@ -19,8 +20,8 @@ class JsonlFile:
         self.offsets = array("Q")
         self.checksum = 0  # of the whole file: an edited file is another file
         try:
+            refuse_pipe(path)  # rows are read in any order
             self.file = open(path, "rb")
-            self.file.seek(0)  # rows are read in any order, which a pipe cannot give
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"{path}: cannot be read ({reason})") from None

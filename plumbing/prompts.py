@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from .chat import Chat
-from .data import Unusable, encode
+from .data import Unusable, encode, with_prompt
 from .errors import UserError
 from .jsonl import parse_object
 
@@ -28,7 +28,7 @@ def read_rows(file: Path) -> dict[int, dict]:
             is_jsonl = LIKE_JSON.match(text) is not None
         if not is_jsonl and text.startswith('{"'):
             raise UserError(f"{where}: either every line is a JSON object, or every line is text")
-        rows[line_number] = parse_object(text, where) if is_jsonl else {"prompt": text}
+        rows[line_number] = with_prompt(parse_object(text, where)) if is_jsonl else {"prompt": text}
     if not rows:
         raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
     return rows

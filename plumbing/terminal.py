@@ -5,9 +5,13 @@ import time
 from collections.abc import Iterable
 
 from .chat import Chat
+from .errors import VISIBLE
 
 # Blue, the darker the more tokens one forward gave: colours of the 256-colour palette.
 SHADES = (255, 195, 153, 117, 111, 75)
+
+
+IN_ANSWERS = {code: sign for code, sign in VISIBLE.items() if chr(code) not in "\n\t"}
 
 
 class TextStream:
@@ -69,6 +73,8 @@ def print_answer(steps: Iterable[tuple], chat: Chat, shaded: bool) -> None:
             num_forwards += 1
             most = max(most, len(tokens))
             piece = text.add(tokens)
+            if sys.stdout.isatty():  # a file gets the text as it is
+                piece = piece.translate(IN_ANSWERS)
             if shaded:
                 piece = shade(piece, len(tokens))
             print(piece, end="", flush=True)

@@ -1,5 +1,6 @@
 """decode.py as a command: what is printed where, and one clear line for every bad input."""
 
+import io
 import itertools
 import json
 import re
@@ -89,6 +90,27 @@ def test_shading():
     assert terminal.legend(9).endswith("or more")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("shaded", [False, True])
+def test_control_characters_are_shown_and_not_sent_to_the_terminal(monkeypatch, shaded):
+    """An answer could clear the screen, change its colours, or set the title of the window."""
+    chat = Chat(BASE)
+    text = "a\x1b[2J\x07\r\x00\x7f\x9bb\tc\nd"
+    steps = [(None, chat.encode(text))]
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    terminal.print_answer(steps, chat, shaded)
+    plain = re.sub(r"\033\[[\d;]*m", "", shown.getvalue())  # without our own colours
+    assert plain == "a␛[2J␇␍␀␡\ufffdb\tc\nd\n"
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # a file gets the text as it is
+    terminal.print_answer(steps, chat, shaded=False)
+    assert sys.stdout.getvalue() == text + "\n"
+
+
 def test_a_system_message_and_a_dtype_are_used(monkeypatch):
     seen = {}
 
@@ -132,6 +154,7 @@ def test_interrupting_keeps_the_text_so_far(monkeypatch):
         (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (OSError(2, "No such file or directory", "x"), 2, "error: x: No such file or directory"),
         (UserError("what to do"), 2, "error: what to do"),
+        (UserError("tensor a\nb\x1b[2J: surplus"), 2, "error: tensor a␊b␛[2J: surplus"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

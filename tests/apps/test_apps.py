@@ -207,6 +207,21 @@ def test_answers_are_training_data(tmp_path):
     assert chat.decode(example.tokens[example.prompt :]) == row["response"]
 
 
+def test_a_question_is_a_prompt(tmp_path):
+    """apps.batch refused the rows of GSM8K, which bench.quality reads."""
+    chat = load(str(ROOT / "toy/mars"))[1]
+    rows = [{"prompt": PROMPT}, {"question": PROMPT, "answer": "43"}]
+    rows.append({"prompt": None, "question": PROMPT})
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    answered = results(command("apps.batch", tmp_path / "in.jsonl", *MARS))
+    assert {row["response"] for row in answered} == {answered[0]["response"]}
+    assert all(row["prompt"] == PROMPT for row in answered)
+    [first, *others] = [encode(row, chat, eos=2, max_length=512) for row in answered]
+    assert all(other == first for other in others)
+    pair = {"question": PROMPT, "response": answered[0]["response"]}
+    assert encode(pair, chat, eos=2, max_length=512) == first
+
+
 def test_every_prompt_of_a_file_has_its_own_draws(tmp_path):
     (tmp_path / "in.txt").write_text(4 * (PROMPT + "\n"))
     words = ("apps.batch", tmp_path / "in.txt", "--temperature", 1.5, "--max-new", 30)
@@ -286,7 +301,8 @@ TURN = {"role": "user", "content": "Hi"}
         # JSON that is not an object was taken for the text itself:
         ('["hello"]', "in:1: not a JSON object"),
         ('{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
-        ({"question": "?"}, "in:1: neither a prompt nor messages"),
+        ({"query": "?"}, "in:1: neither a prompt nor messages"),
+        ({"question": 7}, "in:1: content that is not text"),
         ('{"id": 1}', "in:1: neither a prompt nor messages"),
         ({"prompt": None}, "in:1: "),
         ({"prompt": 7}, "in:1: content that is not text"),
