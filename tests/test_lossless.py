@@ -91,9 +91,11 @@ def test_candidate_columns_by_hand():
         return found[1]
 
     assert columns(0, [5, 6], [0, 1, 2], held=1) == [1, 7, 8, 9, 10]  # g1, the masks that saw g1
-    # Without the group for no guess that one is the first; without its own only AR's token counts.
+    # Without the group for no guess that one is the first.
     assert columns(0, [5, 6], [1, 2], held=1) == [1, 3, 4, 5, 6]
-    assert columns(0, [5, 6], [0, 2], held=1)[0] == 1
+    # Without its own the one for fewer guesses, from the mask that predicts the next open place.
+    assert columns(0, [5, 6], [0, 2], held=1)[:4] == [1, 4, 5, 6]
+    assert columns(0, [5, 6], [2], held=1)[0] == 1  # only AR's token counts
     assert columns(0, [5, 6], [0, 1, 2], held=2, block=2) == [2, 7, 8]
     assert columns(3, [5], [0], held=0, block=2) == [3, 5, 6]
     assert columns(5, [], [0], held=0, block=3) == [5, 6, 7, 8]
@@ -113,9 +115,12 @@ def test_the_columns_are_those_of_the_feed():
         [columns] = ours.candidate_columns([8 - num_cached], [sequence], [held])
         text = sequence.text + sequence.guesses[:held]
         assert feed[columns[0]] == (text[-1], len(text) - 1, len(text))
-        if held in sequence.groups:
-            masks = [feed[column] for column in columns[1:]]
-            assert masks == [(MASK, len(text) + i, len(text)) for i in range(block)]
+        seen = max((j for j in sequence.groups if j <= held), default=None)
+        num_useful = 0 if seen is None else max(0, block - (held - seen))
+        assert ours.num_useful(sequence, held) == num_useful
+        masks = [feed[column] for column in columns[1 : 1 + num_useful]]
+        for i in range(num_useful):  # the place of the first open token, and what the group saw
+            assert masks[i] == (MASK, len(text) + i, len(sequence.text) + seen)
 
 
 def test_count_held_by_hand():
@@ -191,9 +196,9 @@ def groups_by_hand(chances: list[float], most: int) -> list[int]:
 def guessed_by_hand(model, prompt: list[int], block: int, max_new: int, groups: int):
     """Greedy AR, token by token, and the forwards that guessing would have taken; no cache.
 
-    A forward goes on for as long as AR says what had been guessed. Then the masks that follow the
-    text so far (without the last token) guess what comes after it; if the forward had masks for
-    this number of guesses. Guesses that hold too rarely are dropped.
+    A forward goes on for as long as AR says what had been guessed. Then the masks that saw the most
+    of these guesses, and no others, guess what comes after the last token: all of them if they saw
+    all that held, else without the first few. Guesses that hold too rarely are dropped.
     """
     tokens = []
     accepted = []
@@ -205,15 +210,18 @@ def guessed_by_hand(model, prompt: list[int], block: int, max_new: int, groups: 
         num_fed = 1 if tokens else len(prompt)  # the last token; what held before is cached
         widths.append(num_fed + len(guesses) + len(masked) * block)
         while True:
-            best = logits_after(model, prompt + tokens, block).softmax(-1).max(-1)
-            said, *ahead = zip(best.values.tolist(), best.indices.tolist())
-            tokens.append(said[1])
+            tokens.append(logits_after(model, prompt + tokens, 0)[0].argmax().item())
             if tokens[-1] == EOS or len(tokens) == max_new or guesses[:1] != tokens[-1:]:
                 break
             guesses = guesses[1:]
         accepted.append(len(tokens) - num_before)
-        if accepted[-1] - 1 not in masked:
-            ahead = []
+        held = accepted[-1] - 1
+        seen = max((j for j in masked if j <= held), default=None)
+        ahead = []
+        if seen is not None:
+            text = prompt + tokens[: num_before + seen]
+            best = logits_after(model, text, block).softmax(-1).max(-1)
+            ahead = list(zip(best.values.tolist(), best.indices.tolist()))[1 + held - seen :]
         while math.prod(chance for chance, _ in ahead) < 0.05:
             ahead.pop()
         guesses = [token for _, token in ahead]
