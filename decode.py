@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import BlockCache, KVCache
-from lossless import Lossless
+from lossless import Lookup, Lossless
 from model import Config, Qwen2, load
 from plumbing.arguments import Parser, check_options, find_device, option, read_options
 from plumbing.attention import FastForward, span_unit
@@ -132,8 +132,9 @@ class Sequence:
         self.stop = set(config.eos_token_id)
         self.done = False  # set it to cancel the sequence
         self.error: Exception | None = None  # why it ended early
-        self.guesses: list[int] = []  # this and the next are for lossless.py alone
+        self.guesses: list[int] = []  # this and the next two are for lossless.py alone
         self.groups = [0]
+        self.lookup = Lookup()
         # Statistics: an entry for each forward, prefill included.
         self.accepted: list[int] = []  # number of tokens
         self.positions: list[int] = []  # number of positions computed, masks and padding included

@@ -22,6 +22,9 @@ decides the speed, never the text. (All this is up to floating-point rounding: d
 Guesses that hold are already in their slots of the cache. A group that is missing costs nothing but
 time: if it was the one needed, the next forward has no guesses to check.
 
+After the masks' guesses come some from the text itself, if its last tokens occurred before: what
+followed them then (`Lookup`).
+
 At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
 (Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
@@ -39,6 +42,8 @@ from torch import Tensor
 from plumbing.sampling import choose
 
 LEAST_PROBABILITY = 0.05  # a guess that holds, or a group that is needed, less often is left out
+RUN = 3  # tokens that must have occurred before, for a guess from the text
+MOST_LOOKED_UP = 10  # guesses from the text, at a time
 
 
 class Lossless:
@@ -58,7 +63,10 @@ class Lossless:
             self.most_groups = 1  # every row is as wide as the widest, and each position costs
         # Guess and check share their dice: improbable guesses often hold.
         self.keeps_all = self.temperature > 0 and not options.groups
+        self.looks_up = not is_batch_on_cpu
         self.widest = 1 + block + (block + 1) * block  # a token, B guesses, B + 1 groups
+        if self.looks_up:
+            self.widest += MOST_LOOKED_UP
 
     def feed(self, sequence, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
         """(token, pos, prefix) of the next forward: see `visible` in model.py.
@@ -102,12 +110,16 @@ class Lossless:
 
         decisions = []
         for row, (sequence, new) in enumerate(zip(batch, candidates.tolist())):
-            decisions.append((ar_tokens[row][: held[row] + 1], held[row]))
+            accepted = ar_tokens[row][: held[row] + 1]
+            decisions.append((accepted, held[row]))
             if sequence:
                 # Candidate 0 is AR's next token once more: the guesses come after it.
                 count = self.num_useful(sequence, held[row])
                 sequence.guesses = new[1 : 1 + count]
                 self.plan(sequence, chances[row][1 : 1 + count])
+                if self.looks_up:
+                    text = sequence.text + accepted
+                    sequence.guesses += sequence.lookup.guesses(text, sequence.guesses, held[row])
         return decisions
 
     def choose(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
@@ -153,6 +165,34 @@ class Lossless:
                 num_worth += 1
         sequence.guesses = sequence.guesses[:num_worth]
         sequence.groups = likely_groups(chances[: len(sequence.guesses)], self.most_groups)
+
+
+class Lookup:
+    """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
+
+    There are at most twice as many as held the last time, and at least one. So a text that does not
+    repeat itself costs hardly a position, and one that does soon gets MOST_LOOKED_UP.
+    """
+
+    def __init__(self):
+        self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
+        self.num_read = RUN
+        self.most = MOST_LOOKED_UP
+        self.num_before = 0  # guesses of masks, which come first in the feed
+        self.num_offered = 0  # guesses from the text after them
+
+    def guesses(self, text: list[int], from_masks: list[int], num_held: int) -> list[int]:
+        """What comes after a text and the masks' guesses; num_held: of the former guesses."""
+        if self.num_offered and num_held >= self.num_before:  # else they were not tried
+            self.most = min(MOST_LOOKED_UP, max(1, 2 * (num_held - self.num_before)))
+        self.num_before = len(from_masks)
+        for place in range(self.num_read, len(text)):
+            self.place_after[tuple(text[place - RUN : place])] = place
+        self.num_read = len(text)
+        place = self.place_after.get(tuple((text + from_masks)[-RUN:]), len(text))
+        found = text[place : place + self.most]
+        self.num_offered = len(found)
+        return found
 
 
 def count_held(ar_tokens: list[int], guesses: list[int]) -> int:
