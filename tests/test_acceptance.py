@@ -6,19 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import random_prompt, tiny_model
-from decoding import decode_each, logits_after
+from decoding import decode_each
 
 from decode import (
     Decoder,
     Options,
     check_tau,
     confidences,
-    generate,
     is_plain_ar,
     passing_lengths,
 )
 from plumbing.errors import UserError
-from plumbing.sampling import choose
 
 
 def test_acceptance_by_hand():
@@ -127,22 +125,3 @@ def test_candidates_at_a_temperature_by_hand():
         assert tokens == (first_two[:1] if first_two[1] == 2 else first_two)
     cold = accept(model, logits, Options(temperature=1e-40, tau=0))  # no overflow into NaN
     assert cold == [[0, 0]] * draws
-
-
-def test_temperature_one_draws_from_the_softmax():
-    """Plain AR at T = 1: the first token over many seeds against its probabilities (chi-square)."""
-    model = tiny_model(random.Random(7), vocab_size=6)
-    prompt = [2, 3, 4]
-    draws = 4000
-    results = generate(model, [prompt] * draws, rows=500, tau=1, temperature=1.0, max_new=1)
-    counts = torch.bincount(torch.tensor([r.tokens[0] for r in results]), minlength=6)
-    expected = draws * logits_after(model, prompt, 0)[0].softmax(-1)
-    big = expected >= 5
-    # p = 0.001 at 5 degrees of freedom, the most there can be
-    assert chi_square(counts[big], expected[big]) < 20.5
-    assert counts[1] == 0 and (counts > 0).sum() > 1
-
-
-def test_greedy_takes_the_best():
-    logits = torch.tensor([[[0.1, 3.0, 2.0], [5.0, -1.0, 4.0]]])
-    assert choose(logits, [None], 0.0, seed=0, ahead=[0]).tolist() == [[1, 0]]

@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from common import cases, random_prompt, tiny_model
 from decoding import decode_each, outcome
 
-from decode import generate, naive
+from decode import generate
 from model import attend
 from plumbing import attention
 
@@ -104,24 +104,6 @@ def test_bfloat16_on_a_cpu_leaves_no_block_of_fewer_than_four(monkeypatch, group
                 found = fold_and_attend(q, k, v, mask, num_threads=1)
             assert sizes.pop() % 4 == 0
             assert torch.allclose(found.double(), expected, rtol=0.02, atol=0.02), (seed, T)
-
-
-@pytest.mark.parametrize("narrow", [0, 3, 96])
-def test_folded_heads_decode_the_same_tokens(monkeypatch, narrow):
-    """In no forward, in those of few positions, in nearly all; one thread, so that none idles."""
-    monkeypatch.setattr(attention, "NARROW", narrow)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    num_with_groups = 0
-    for seed in cases(4, 40):
-        rng = random.Random(seed)
-        model = tiny_model(rng)
-        if model.config.num_attention_heads > model.config.num_key_value_heads:
-            num_with_groups += 1
-        prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(3)]
-        options = {"tau": 0.3, "block": rng.randint(1, 4), "max_new": 12}
-        for result, prompt in zip(generate(model, prompts, rows=2, **options), prompts):
-            assert result.tokens == naive(model, prompt, **options)
-    assert num_with_groups
 
 
 def test_compiled_is_eager(monkeypatch):

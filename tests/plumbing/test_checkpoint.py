@@ -50,6 +50,12 @@ def edit_tensors(directory, change) -> None:
         ({"rope_theta": "1e4", "rope_parameters": "absent"}, "rope_theta '1e4': must be a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
         ({"block_size": -4}, "block_size -4: must be a whole number from 1 to 16777216"),
+        # Such numbers ran for 40 s and more, or ended in tracebacks:
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: must be .* 1 to 1000"),
+        ({"hidden_size": 10**18}, "hidden_size 1000000000000000000: must be .* to 16777216"),
+        ({"max_position_embeddings": 10**30}, "must be a whole number from 1 to 2147483648"),
+        ({"rope_theta": 10**400, "rope_parameters": "absent"}, "must be a number"),
+        ({"head_dim": 3}, "head_dim 3: must be even"),
         ({"rope_parameters": "default"}, "config.json: "),
         ({"use_sliding_window": True, "layer_types": 3}, "config.json: "),
         ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
@@ -120,7 +126,15 @@ def test_one_end_of_turn_or_several(checkpoint):
     edit_config(checkpoint, eos_token_id=[2, 0])
     assert load(str(checkpoint))[0].config.eos_token_id == (2, 0)
     edit_config(checkpoint, eos_token_id=None)
-    with pytest.raises(UserError, match="no tokens that could end a turn"):
+    with pytest.raises(UserError, match="config.json: .*no tokens that could end a turn"):
+        load(str(checkpoint))
+
+
+@pytest.mark.parametrize("ends", [640, [2, -1], [], "2", [[2]], True])
+def test_a_wrong_end_of_turn_is_told_of_its_own_file(checkpoint, ends):
+    """An error in generation_config.json was reported as one in config.json."""
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(UserError, match="generation_config.json: eos_token_id .* could end a turn"):
         load(str(checkpoint))
 
 
