@@ -92,6 +92,6 @@ def unpack(file: Path, directory: Path) -> None:
         settings = {"eos_token": end, "chat_template": field("tokenizer.chat_template")}
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         weights = read_weights(reader, heads)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     write_json(directory / "tokenizer_config.json", settings)
     save(directory, config, Chat(directory), weights)

@@ -31,6 +31,17 @@ from plumbing.terminal import note
 NOT_OF_THE_BASE = ("block_size", "mask_token_id")  # what training, or loading, adds
 
 
+def differences(base: dict, tuned: dict) -> list[str]:
+    """The settings of `tuned` that are not those of `base`, but for what training changes."""
+    base = json.loads(json.dumps(base))  # lists, as in a file
+    tuned = json.loads(json.dumps(tuned))
+    found = []
+    for name, value in tuned.items():
+        if name not in NOT_OF_THE_BASE and base.get(name) != value:
+            found.append(f"{name} {value}, found {base.get(name)}")
+    return found
+
+
 def make(base: str, tuned: str, file: Path, rank: int, license: str) -> None:
     """Write the patch that turns `base` into `tuned`."""
     if file.exists():
@@ -39,6 +50,9 @@ def make(base: str, tuned: str, file: Path, rank: int, license: str) -> None:
     after, chat = load(tuned)
     weights = before.state_dict()
     check_shapes(Path(tuned), expected=weights, found=after.state_dict())
+    other = differences(config_json(before.config), config_json(after.config))
+    if other:
+        raise UserError(f"{tuned}: is not a training of {base} ({other[0]})")
     patch = make_patch(weights, after.state_dict(), chat.mask_id, rank)
     facts = {
         "base": base,
@@ -57,11 +71,9 @@ def apply(base: str, file: Path, out: Path, any_weights: bool, dtype=torch.bfloa
     if has_model(out):
         raise UserError(f"{out}: has a model; choose another directory")
     model, chat = load(base)
-    config = json.loads(json.dumps(config_json(model.config)))  # lists as in the patch's
-    for key, value in facts["config"].items():
-        if key not in NOT_OF_THE_BASE and config.get(key) != value:
-            whose = f"{file}: is for {facts['base']}, not for {base}"
-            raise UserError(f"{whose} ({key} {value}, found {config.get(key)})")
+    other = differences(config_json(model.config), facts["config"])
+    if other:
+        raise UserError(f"{file}: is for {facts['base']}, not for {base} ({other[0]})")
     weights = model.state_dict()
     if fingerprint(weights) != facts["fingerprint"]:
         message = f"{file}: is for {facts['base']}; {base} has other weights"

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from .errors import UserError
-from .files import atomic_write, read_json, write_json
+from .files import atomic_write, read_json, refuse_pipe, write_json
 from .processes import leads, together
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
 KEPT = 2  # checkpoints: the newest, and a spare in case it is damaged
-PROGRESS = {"step", "consumed", "skipped", "finished", "run"}
+PROGRESS = {"step": int, "consumed": int, "skipped": dict, "finished": bool, "run": dict}
 DAMAGED = "damaged; delete it to resume from the one before"
 
 
@@ -47,12 +47,12 @@ class Checkpoints:
         if not paths:
             return None
         progress = read_json(paths[-1] / "progress.json")
-        if not PROGRESS <= progress.keys():
+        if not is_sound(progress) or paths[-1].name != step_name(progress["step"]):
             raise UserError(f"{paths[-1]}: {DAMAGED}")
         return progress
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
-        path = self.directory / f"step-{progress['step']:08d}"
+        path = self.directory / step_name(progress["step"])
         temporary = path.with_suffix(".tmp")
         with together(f"{path}: not saved; those before it are intact"):
             try:
@@ -102,6 +102,18 @@ class Checkpoints:
             )
 
 
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def is_sound(progress: dict) -> bool:
+    """Is this the content of a progress.json as `Run.save` makes it?"""
+    if any(type(progress.get(name)) is not kind for name, kind in PROGRESS.items()):
+        return False
+    counts = [progress["consumed"], *progress["skipped"].values()]
+    return all(type(count) is int and count >= 0 for count in counts)
+
+
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Tensors only, by name; the optimizer's settings follow from the run's options."""
     weights, optimizer_state = get_state_dict(model, optimizer)
@@ -142,6 +154,8 @@ def refuse_programs(checkpoint: Path) -> None:
     """
     if not (checkpoint / ".metadata").exists():
         raise UserError(f"{checkpoint}: {DAMAGED}")
+    for path in checkpoint.iterdir():
+        refuse_pipe(path)
     for path in checkpoint.glob("*.metadata"):
         try:
             with open(path, "rb") as file:

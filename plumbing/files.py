@@ -169,6 +169,10 @@ def save(
         write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
         chat.save(folder)
         tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in weights.items()}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():  # nobody could load it
+                message = f"not saved (tensor {name} would hold NaN or infinity)"
+                raise UserError(f"{directory}: {message}; what was there before is intact")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes files that only their owner may read
         shutil.copymode(folder / "config.json", folder / "model.safetensors")

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from .checkpoints import Checkpoints, whole_weights
 from .data import reasons
 from .errors import UserError
-from .files import atomic_write, has_model, remove_leftovers, save
+from .files import atomic_write, has_model, refuse_pipe, remove_leftovers, save
 from .jsonl import JsonlFile
 from .processes import largest, leads, say, together
 from .signals import StopSignal
@@ -113,6 +113,7 @@ class Run:
             return open(self.new_log if log.exists() else log, "w")
         self.new_log.unlink(missing_ok=True)  # of a run that died before its first checkpoint
         kept = []
+        refuse_pipe(log)
         try:
             lines = log.read_text().splitlines(keepends=True) if log.exists() else []
             for line in lines:  # steps that no checkpoint holds are made and logged again

@@ -186,6 +186,11 @@ def test_bad_patches_and_other_bases_are_refused(tmp_path):
     assert is_refused(done, f"is for {base}, not for {tmp_path / 'other'} (rms_norm_eps 1e-06, ")
     done = command("apps.patch", "make", base, "toy/mars", tmp_path / "new.safetensors")
     assert is_refused(done, "expected")
+    # Such a patch was made, and then could be applied to nothing:
+    done = command("apps.patch", "make", tmp_path / "other", tuned, tmp_path / "new.safetensors")
+    assert is_refused(
+        done, f"{tuned}: is not a training of {tmp_path / 'other'} (rms_norm_eps 1e-06"
+    )
     assert not out.exists() and not (tmp_path / "new.safetensors").exists()
 
 

@@ -227,6 +227,16 @@ def test_a_damaged_gguf_file(tmp_path, monkeypatch):
 
 
 @needs_gguf
+def test_a_disk_without_room_for_the_tokenizer(tmp_path):
+    """tokenizers raises a plain Exception for a full disk: a traceback. It has no folder here."""
+    from apps.from_gguf import unpack
+
+    write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(OSError):
+        unpack(tmp_path / "tiny.gguf", tmp_path / "gone")
+
+
+@needs_gguf
 @pytest.mark.parametrize("files", [0, 1])
 def test_a_package_without_its_file(tmp_path, monkeypatch, files):
     """It was a StopIteration. A pipe in its place was read for ever."""

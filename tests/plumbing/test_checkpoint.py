@@ -239,6 +239,22 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 3.4e38])
+def test_weights_that_nobody_could_load_are_not_saved(checkpoint, number):
+    """After a last step of training that exploded, the model was written, with status 0.
+
+    3.4e38 is finite, but not in bfloat16.
+    """
+    model, chat = load(str(checkpoint))
+    before = {path: path.read_bytes() for path in checkpoint.iterdir()}
+    model.model.norm.weight[0] = number
+    with pytest.raises(
+        UserError, match="not saved .tensor model.norm.weight would hold NaN or infin"
+    ):
+        save_model(model, chat, checkpoint)
+    assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
 def test_a_file_where_a_directory_should_be(checkpoint):
     model, chat = load(str(checkpoint))
     below_a_file = checkpoint / "config.json" / "below"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import is_refused
 from torch.distributed.checkpoint import api
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from training import DRAFT, checkpoints, contents, log, run_train, start
@@ -150,6 +151,45 @@ def test_a_damaged_checkpoint(data, out):
         shutil.rmtree(newest)
         assert run_train(*words).status == 0
         assert [record["step"] for record in log(out)] == [4]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 1},  # the run went on as step 2, and deleted the checkpoints that it had
+        {"step": -3},
+        {"step": 2.5},
+        {"consumed": "4"},
+        {"consumed": -4},
+        {"consumed": 4.0},
+        {"skipped": ["a"]},
+        {"skipped": {"a": "b"}},
+        {"finished": "no"},
+        {"run": None},
+    ],
+)
+def test_progress_that_no_run_writes(data, out, changes):
+    """Most were tracebacks."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--save-every", 1)
+    assert run_train(*words).status == 0
+    path = out / "checkpoints/step-00000002/progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    before = contents(out)
+    done = run_train(*words, "--resume")
+    assert is_refused(done, f"{path.parent}: damaged; delete it to resume from the one before")
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "checkpoints/step-00000002/__0_0.distcp"])
+def test_a_pipe_in_place_of_a_file(data, out, name):
+    """Opening one waited for ever for somebody to write into it."""
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 2, "--save-every", 1)
+    assert run_train(*words).status == 0
+    (out / name).unlink()
+    os.mkfifo(out / name)
+    done = run_train(*words, "--resume")
+    assert done.status == 2 and done.err.count("\n") == 1
+    assert f"{name}: not an ordinary file" in done.err
 
 
 def test_a_checkpoint_that_cannot_be_read_is_no_missing_model(data, out):
