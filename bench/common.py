@@ -80,17 +80,22 @@ def positions_per_forward(answers: list[Sequence]) -> float:
     return sum(widths) / max(1, len(widths))
 
 
-SHAPES = {  # Qwen2.5's: hidden, intermediate, layers, heads, KV heads, vocabulary, tied embeddings
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied; Qwen2.5's if unnamed
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "3B": (2048, 11008, 36, 16, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 151936, True),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8, 151936, True),
 }
 
 
 def config_of(shape: str) -> Config:
     hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[shape]
+    is_qwen3 = shape.startswith("Qwen3")
     return Config(
+        model_type="qwen3" if is_qwen3 else "qwen2",
+        head_dim=128 if is_qwen3 else None,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,

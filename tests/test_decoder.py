@@ -109,6 +109,7 @@ def test_an_impossible_tau_is_refused_where_it_is_given():
     assert not decoder.scheduler.waiting and decoder.step() == []
 
 
+@pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_cancelling(way):
     """While it waits or while it runs: the others' texts are what they are alone, and its row goes

@@ -20,7 +20,7 @@ from decoding import by_hand, greedy, logits_after, mean, outcome
 
 import lossless
 from decode import Decoder, Options, Sequence, generate
-from lossless import Lossless, count_held, likely_groups
+from lossless import Lookup, Lossless, count_held, likely_groups
 from model import load
 from plumbing.errors import UserError
 from plumbing.sampling import choose, dice
@@ -148,6 +148,47 @@ def test_a_decoder_knows_whether_it_is_a_batch_on_a_cpu():
     assert most == {1: 4, 2: 1}
 
 
+def test_lookup_by_hand():
+    """What followed the last a b c; twice as many as held the last time, but one at least."""
+    lookup = Lookup()
+    a, b, c, x, y = 2, 3, 4, 5, 6
+    text = [a, b, c, x, x, a, b, c, y, x, y, x]
+    assert lookup.guesses(text, [], num_held=0) == []  # x y x is new
+    assert lookup.guesses([*text, a, b, c], [], 0) == [y, x, y, x, a, b, c]  # not x x a ...
+    # Two of them held, then came b: twice as many are guessed after the masks' guess c.
+    text += [a, b, c, y, x, a, b]
+    assert lookup.guesses(text, [c], num_held=2) == [y, x, a, b]
+    assert lookup.guesses([*text, x], [a, b, c], num_held=0) == [y, x, a, b]  # were not tried
+    text += [x, a, b, c, a, b]
+    assert lookup.guesses(text, [c], num_held=3) == [a]  # were tried, and failed
+    assert lookup.guesses([*text, c], [], num_held=2) == [a, b]  # one held
+
+
+def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
+    """Greedy and at a temperature, alone and (as on a GPU) in ragged batches: the text is that of
+    tau 1. Random models repeat themselves often enough."""
+    monkeypatch.setattr("decode.Lossless", AsOnAGpu)
+    num_forwards = {0: 0, 10: 0}
+    for seed in cases(10, 200):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        prompts = [random_prompt(rng, prompt_length(rng)) for _ in range(4)]
+        options = {"block": rng.randint(1, 4), "max_new": 40, "temperature": rng.choice([0, 0.5])}
+        plain = generate(model, prompts, tau=1, **options)
+        for rows in (1, 3):
+            for most in num_forwards:
+                monkeypatch.setattr("lossless.MOST_LOOKED_UP", most)
+                found = generate(model, prompts, rows, verify=True, **options)
+                assert [s.tokens for s in found] == [s.tokens for s in plain], (seed, rows)
+                num_forwards[most] += sum(sequence.forwards for sequence in found)
+    assert num_forwards[10] < 0.98 * num_forwards[0]
+
+
+class AsOnAGpu(Lossless):
+    def __init__(self, block: int, options, is_batch_on_cpu: bool):
+        super().__init__(block, options, False)
+
+
 # ------------------------------------------------------------------------------------- the decoder
 
 
@@ -198,6 +239,7 @@ def guessed_by_hand(model, prompt: list[int], block: int, max_new: int, groups: 
     return tokens, accepted, widths
 
 
+@pytest.mark.usefixtures("without_lookup")
 def test_text_and_forwards_by_hand():
     """Ragged batches, more prompts than rows; ends and max_new anywhere.
 
@@ -316,6 +358,7 @@ def test_a_tau_is_refused():
 # ------------------------------------------------------------------------------- at a temperature
 
 
+@pytest.mark.usefixtures("without_lookup")
 def test_the_sampled_text_is_the_one_that_ar_samples():
     """With the dice of the same seed; however many guesses a row and its neighbours have.
 
