@@ -5,7 +5,9 @@
     python -m bench.quality --verify --temperature 1         # and are its samples those of tau 1?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
-An answer is right if its last number is the problem's. Prompts without answers will do, too.
+An answer is right if its last number is the problem's. Prompts without answers will do, too. Nats
+are the mean of -log p of an answer's tokens, one token ahead, under the model itself: how unlikely
+the model finds what it was made to say. (Greedy text at tau 1 is what it finds likely.)
 
 Where an answer parts from that of tau 1 and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
@@ -18,6 +20,7 @@ from dataclasses import replace
 from os.path import commonprefix  # of any two lists
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from bench import common
 from decode import Options, Sequence, generate
@@ -40,7 +43,8 @@ def gap_between_best(
     """
     ids = torch.tensor([answer.text[:num_tokens]], device=model.device)
     positions = torch.arange(num_tokens, device=model.device)[None]
-    scores = model.logits(model(ids, positions, None)[0, -1:])[0]
+    hidden = model(ids, positions, None)
+    scores = model.logits_at(hidden, positions[:, -1:])[0, 0]
     scores = scores + temperature * dice(seed, answer.index, num_tokens, scores)
     best, second = scores.topk(2).values.tolist()
     return best - second
@@ -62,11 +66,25 @@ def gaps_at_parting(
     return gaps
 
 
-def figures(answers: list[Sequence], right: str, gaps: list[float]) -> list[str]:
+@torch.inference_mode()
+def nats_per_token(model: Qwen2, answers: list[Sequence]) -> float:
+    """The mean of -log p over all tokens of the answers."""
+    total = 0.0
+    for answer in answers:
+        ids = torch.tensor([answer.text], device=model.device)
+        positions = torch.arange(len(answer.text) - 1, device=model.device)[None]
+        hidden = model(ids[:, :-1], positions, None)
+        logits = model.logits(hidden[0, answer.prompt_length - 1 :])
+        total += cross_entropy(logits, ids[0, answer.prompt_length :], reduction="sum").item()
+    return total / sum(len(answer.tokens) for answer in answers)
+
+
+def figures(model: Qwen2, answers: list[Sequence], right: str, gaps: list[float]) -> list[str]:
     """A row of the table, without its first cell."""
     num_ties = sum(gap <= TIE for gap in gaps)
     return [
         right,
+        f"{nats_per_token(model, answers):.3f}",
         f"{common.tokens_per_forward(answers):.2f}",
         f"{common.positions_per_forward(answers):.1f}",
         f"{len(answers) - len(gaps)}",
@@ -98,10 +116,10 @@ def main() -> None:
             answers = generate(model, prompts, args.rows, **vars(options))
         gaps = gaps_at_parting(model, expected, answers, options)
         right = common.accuracy(chat, answers, problems)
-        rows.append([label, *figures(answers, right, gaps)])
+        rows.append([label, *figures(model, answers, right, gaps)])
         all_gaps += gaps
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
-    head = ["", "accuracy", "tokens/forward", "positions/forward"]
+    head = ["", "accuracy", "nats/token", "tokens/forward", "positions/forward"]
     print(common.table([*head, "same as tau 1", "parted at a tie", "different"], rows))
     if args.verify and all_gaps:
         worst = max(all_gaps)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from commands import command, is_refused, number, tables
 from common import ROOT, cases, endless_model, random_prompt, tiny_model
 from safetensors.torch import load_file, save_file
@@ -129,28 +130,45 @@ def test_help(module):
 def test_the_table_over_tau():
     status, out, _ = command("bench.quality", *TOY, "--limit", 12, "--tau", 1, 0.9)
     [table] = tables(out)
-    accuracy, per_forward, positions, same, ties, different = table["tau 1"]
+    accuracy, nats, per_forward, positions, same, ties, different = table["tau 1"]
     assert status == 0 and number(accuracy) > 80
     assert (per_forward, positions) == ("1.00", "1.0")
     assert (same, ties, different) == ("12", "0", "0")
-    assert float(table["tau 0.9"][1]) > 2
+    assert float(table["tau 0.9"][2]) > 2
+    assert 0 < float(nats) < 0.1
+
+
+def test_nats_are_the_cross_entropy_of_transformers():
+    """Of the answer's tokens alone, one token ahead; with its own padding and shift."""
+    model, chat = load(str(ROOT / "toy/mars"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy/mars", dtype="float32")
+    prompts = common.encode(chat, common.read_problems(ROOT / "toy/test.jsonl", 3))
+    answers = generate(model, prompts, tau=0.5, max_new=30)
+    total = 0.0
+    for answer in answers:
+        labels = [-100] * answer.prompt_length + answer.tokens  # -100: does not count
+        loss = theirs(torch.tensor([answer.text]), labels=torch.tensor([labels])).loss
+        total += loss.item() * len(answer.tokens)
+    expected = total / sum(len(answer.tokens) for answer in answers)
+    assert quality.nats_per_token(model, answers) == pytest.approx(expected, rel=1e-3)
 
 
 def test_one_token_decoding_in_blocks_is_measured_as_such():
     _, out, _ = command("bench.quality", *TOY, "--limit", 3, "--tau", 1, "--block-cache", 8)
     [table] = tables(out)
-    assert table["tau 1"][1] == "1.00" and float(table["tau 1"][2]) > 1
+    assert table["tau 1"][2] == "1.00" and float(table["tau 1"][3]) > 1
 
 
 def test_verified_answers_are_those_of_tau_1():
     status, out, _ = command("bench.quality", *TOY, "--verify", "--limit", 12)
     [table] = tables(out)
     assert status == 0 and list(table) == ["tau 1", "verify"]
-    assert table["tau 1"][1] == "1.00" and float(table["verify"][1]) > 2
-    assert table["verify"][2:] == ["8.7", "12", "0", "0"]
+    assert table["tau 1"][2] == "1.00" and float(table["verify"][2]) > 2
+    assert table["verify"][1] == table["tau 1"][1]  # the same text is as likely
+    assert table["verify"][4:] == ["12", "0", "0"]
     words = ("--verify", "--limit", 12, "--temperature", 1, "--seed", 3)
     status, out, _ = command("bench.quality", *TOY, *words)
-    assert status == 0 and tables(out)[0]["verify"][3:] == ["12", "0", "0"]
+    assert status == 0 and tables(out)[0]["verify"][4:] == ["12", "0", "0"]
 
 
 def test_the_gap_where_sampled_answers_part():
@@ -190,7 +208,7 @@ def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, counts)
     monkeypatch.setattr(quality, "TIE", tie)
     words = ("--verify", "--limit", 3, "--dtype", dtype)
     found, out, _ = command("bench.quality", *TOY, *words)
-    assert found == status and tables(out)[0]["verify"][3:] == counts
+    assert found == status and tables(out)[0]["verify"][4:] == counts
     assert "Where answers parted, the two best scores were at most" in out
 
 
@@ -212,7 +230,7 @@ def test_the_table_of_lossless_speeds():
         if name.startswith("verify"):
             assert cells[8] == "100.0%", "the text of AR"
             shares = [float(share) for share in cells[5].split()]
-            assert len(shares) == 4 and 1 >= shares[0] > shares[3] > 0.4
+            assert 1 >= shares[0] > shares[3] > 0.4
             median, high = map(float, cells[7].split(", "))
             assert 0 <= median < high
 
