@@ -143,6 +143,13 @@ def test_bad_input(tmp_path):
     assert not page.exists()
 
 
+def test_a_page_that_cannot_be_written(tmp_path):
+    """It was found out after the whole answer had been decoded and printed."""
+    (tmp_path / "file").write_text("")
+    done = command("apps.trace", *MARS, "--prompt", "Hi", tmp_path / "file" / "page.html")
+    assert is_refused(done, "nothing can be saved there")
+
+
 # Appended to a page: what a reader does, and what the page then shows, as the page's title.
 USER = """<script>
 const shown = []
