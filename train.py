@@ -195,8 +195,8 @@ def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
 def look_ahead(model: Qwen2, held_out: list[Batch]) -> list[float]:
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
-    The clean stream predicts 1 ahead, the masks of a window predict further. If g_k is the accuracy
-    k ahead, a forward would yield about 1 + g_2 + g_2 g_3 + ... tokens if every right guess were
+    The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
+    k ahead, a forward would yield about 1 + s_2 + s_2 s_3 + ... tokens if every right guess were
     accepted.
     """
     bins = (model.config.block_size or 0) + 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from decode import Decoder, Options, Sequence, confidences, load_for_decoding
+from lossless import best_group
 from model import Qwen2
 from plumbing.arguments import Parser, path, read_options
 from plumbing.attention import FastForward
@@ -54,9 +55,12 @@ class TracedDecoder(Decoder):
         candidates = self.candidates(sequence, held)
         passed = len(tokens)
         if self.lossless:
-            # The first is for the place of AR's own token. Without their group there are no others.
-            candidates = candidates[1:] if held in facts["groups"] else []
-            passed = len(sequence.guesses)  # the new ones, for the next forward
+            # The new guesses: of masks that saw `seen` of the former ones, then from the text.
+            seen = best_group(facts["groups"], held)
+            first = self.block if seen is None else held - seen
+            candidates = candidates[1 : 1 + max(0, self.block - first)]  # 0: AR's own token
+            passed = sequence.lookup.num_before
+            facts |= {"first": first, "looked_up": self.labels(sequence.guesses[passed:])}
         facts |= {"held": held, "tokens": tokens, "candidates": candidates, "passed": passed}
         self.forwards.append(facts)
         return decisions

@@ -48,7 +48,7 @@ def test_response_only_masks_give_the_two_stream_loss():
 
 @torch.inference_mode()
 def test_look_ahead_is_what_a_decoder_would_guess():
-    """Against the plain way: for every window, the true prefix, then masks, then count the hits."""
+    """Against the plain way: for every block, the true prefix, then masks, then count the hits."""
     B = 3
     right = [0] * 4
     count = [0] * 4
@@ -99,8 +99,8 @@ def test_no_clean_output_changes_when_masks_are_added():
 
 
 @torch.inference_mode()
-def test_a_mask_sees_the_clean_tokens_before_its_window_and_no_others():
-    """Change one clean token: the masks whose window starts after it change, the others do not."""
+def test_a_mask_sees_the_clean_tokens_before_its_block_and_no_others():
+    """Change one clean token: the masks whose block starts after it change, the others do not."""
     for seed in cases(25, 200):
         rng = random.Random(200 + seed)
         model = tiny_model(rng)
@@ -117,7 +117,7 @@ def test_a_mask_sees_the_clean_tokens_before_its_window_and_no_others():
 
 
 def test_visible_is_the_rule_in_words():
-    """On all pairs of a random packing: two documents, clean tokens, windows, in any order."""
+    """On all pairs of a random packing: two documents, clean tokens, blocks, in any order."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
         tokens = []  # (pos, prefix, doc)

@@ -80,7 +80,7 @@ def test_each_forward_fits_the_next(toy, settings):
     for forward, following in zip(forwards, forwards[1:]):
         tokens = [token for token, _ in forward["candidates"]]
         if options.verify:
-            assert following["checked"] == tokens[: forward["passed"]]
+            assert following["checked"] == tokens[: forward["passed"]] + forward["looked_up"]
             assert forward["tokens"][: forward["held"]] == forward["checked"][: forward["held"]]
             assert len(forward["tokens"]) == forward["held"] + 1
         else:
