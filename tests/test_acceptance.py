@@ -14,6 +14,7 @@ from decode import (
     check_tau,
     confidences,
     is_plain_ar,
+    naive,
     passing_lengths,
 )
 from plumbing.errors import UserError
@@ -75,6 +76,7 @@ def test_a_one_token_row_among_others_stays_one():
         one, other = decode_each(model, prompts, taus, metric=metric, max_new=20)
         assert one.accepted == [1] * len(one.tokens)
         assert max(other.accepted) == 5
+        assert naive(model, prompts[0], tau=1, block=4, max_new=20) == one.tokens
 
 
 def accept(model, logits, options: Options) -> list[list[int]]:

@@ -276,7 +276,7 @@ def test_logits_at_are_the_logits_of_the_columns():
     """A column beyond the last one reads the last: the caller ignores it."""
     model = tiny_model(random.Random(0))
     hidden = torch.randn(2, 5, model.config.hidden_size).double()
-    found = model.logits_at(hidden, torch.tensor([[3, 0, 4], [1, 4, 9]]))
+    found = model.logits_at(hidden, torch.tensor([[3, 0, 4], [1, 4, 7]]))
     assert found.dtype == torch.float64
     for row, column, t in [(0, 0, 3), (0, 1, 0), (0, 2, 4), (1, 0, 1), (1, 1, 4), (1, 2, 4)]:
         expected = model.head @ hidden[row, t]

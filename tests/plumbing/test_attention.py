@@ -115,6 +115,7 @@ def test_compiled_is_eager(monkeypatch):
         return torch.compile(model.forward, dynamic=False, backend=counter)
 
     monkeypatch.setattr(attention, "compile_forward", traced)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 256)  # as compile_forward does
     for seed in cases(2, 10):
         rng = random.Random(seed)
         model = tiny_model(rng)

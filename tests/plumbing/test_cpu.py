@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import decode
-from decode import generate
+from decode import Decoder, Options, generate
 from plumbing import cpu
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -133,6 +133,9 @@ def test_the_next_answer_is_of_the_weights_as_they_are_then(change, dtype):
     fused optimizer, such as train.py's, among the changes of a weight.)"""
     for seed in cases(4, 40):
         model = tiny(seed, dtype)
+        decoder = Decoder(model, Options(tau=0.2, max_new=12), rows=1, longest=21)
+        decoder.add([2, 3])
+        list(decoder)
         before = answers(model)
         plain = outputs(model)
         change(model, tiny(99 + seed, dtype))
@@ -140,6 +143,9 @@ def test_the_next_answer_is_of_the_weights_as_they_are_then(change, dtype):
         assert not torch.allclose(outputs(model), plain)
         assert answers(model) == answers(fresh)
         assert torch.equal(outputs(cpu.fast_copy(model)), outputs(cpu.fast_copy(fresh)))
+        sequence = decoder.add([4] * 9)  # the next prompt of a decoder that is still there
+        list(decoder)
+        assert sequence.tokens == answers(fresh)[1]
         if answers(model) != before:
             return
     pytest.fail("no change changed the answer")
