@@ -13,9 +13,9 @@ confidence passes tau, the first one always; then the masks move on. tau = 1 is 
 `naive` is all of that. The rest of the file does the same for many sequences at once, with a cache;
 the tests compare the two. What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
-  * every row has its own cursor in the cache (future work in the paper): no row waits for another,
-    and a prompt gives the same tokens in a batch as alone, up to rounding. `block_cache` is the
-    paper's policy: see kv_cache.py;
+  * every row of a batch has its own length in the cache (future work in the paper): no row waits
+    for another, and a prompt gives the same tokens in a batch as alone, up to rounding.
+    `block_cache` is the paper's way: see kv_cache.py;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
   * `verify` checks guesses before they count, so that the text is AR's: see lossless.py.
 """
@@ -53,10 +53,12 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
         positions = torch.arange(tokens.size(1), device=model.device)[None]
         hidden = model(tokens, positions, mask=None)  # causal: nothing sees what follows it
         # The last token of the text predicts the next one, and each mask the one after its place.
-        logits = model.logits_at(hidden, columns=positions[:, len(text) - 1 :])  # (1, B + 1, V)
+        columns = positions[:, len(text) - 1 :]
+        logits = model.logits_at(hidden, columns)  # (1, B + 1, V)
         confidence, candidates = logits[0].softmax(-1).max(-1)
         for i, token in enumerate(candidates.tolist()):
-            if i > 0 and (tau == 1 or confidence[i] < tau):
+            is_sure = confidence[i] >= tau and tau < 1  # a probability may round to 1
+            if i > 0 and not is_sure:
                 break
             text.append(token)
             is_full = len(text) == len(prompt) + max_new
@@ -154,9 +156,10 @@ class Sequence:
         return len(self.tokens) / max(1, self.forwards)
 
     def feed(self, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
-        """(token, pos, prefix) of the next forward: see `visible` in model.py.
+        """What the next forward is fed: (token, pos, prefix) of each position.
 
-        The text a b c, of which a b are cached, and B = 2 masks:
+        prefix: how many tokens of the text it sees (`visible` in model.py). Masks also see the
+        masks before them. The text a b c, of which a b are cached, and B = 2 masks:
 
             token    c | M M
             pos      2 | 3 4
@@ -229,7 +232,8 @@ class Decoder:
     """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
 
     Every `step` is one forward: of waiting prompts if rows are free, else of all rows that go on.
-    Each row feeds masks after what the cache lacks of its text; what passes is accepted.
+    A row feeds the tokens of its text that are not in the cache yet, then masks; candidates that
+    pass are accepted. They enter the cache when the next forward feeds them.
     """
 
     def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
@@ -248,7 +252,7 @@ class Decoder:
 
         self.lossless = None
         new_cache = KVCache
-        num_fed = self.block + 1  # the most real tokens that one forward is fed after the prefill
+        num_fed = self.block + 1  # real tokens that a forward feeds at most, prefills aside
         if options.block_cache:
             new_cache = functools.partial(BlockCache, size=options.block_cache)
             num_fed = min(options.block_cache, options.max_new)
@@ -295,17 +299,17 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, list[int]]]:
         """One forward; the sequences in it, with their new tokens. [] if all are done."""
-        rows = self.scheduler.rows
-        admitted = self.scheduler.admit()
-        if rows[admitted]:  # at least one row
+        rows = self.scheduler.rows  # a sequence or None in each
+        admitted = self.scheduler.admit()  # a slice: the rows that got a waiting prompt
+        if rows[admitted]:
             return self.advance(rows[admitted], admitted, is_prefill=True)
         lengths = {}
         for row, sequence in enumerate(rows):
             if sequence and not sequence.done:
                 lengths[row] = len(sequence.text)
         if not lengths:
-            return []  # the rows keep their texts, for a later prompt with the same beginning
-        self.scheduler.clear_done()
+            return []
+        self.scheduler.clear_done()  # only now: a new prompt may have begun like the old text
         batch = list(rows)
         for row in self.cache.rows_that_wait(lengths):
             batch[row] = None
@@ -318,7 +322,7 @@ class Decoder:
         mask_id = self.model.config.mask_token_id
         device = self.model.device
         feeds = []  # per row: a list of (token, pos, prefix)
-        num_real = []  # per row: tokens that are fed and known to be part of the text
+        num_real = []  # per row: how many of them are tokens of its text, not masks or guesses
         for row, sequence in zip(range(len(self.cache.lengths))[where], batch):
             if sequence is None:
                 feeds.append([])
@@ -338,10 +342,10 @@ class Decoder:
         self.cache.reserve(width, where)
         mask = self.cache.mask(pos, prefix)
         hidden = self.forward(tokens, pos, mask, is_prefill)  # (R, T, D)
-        last_columns = [max(0, real - 1) for real in num_real]
+        last_columns = [max(0, real - 1) for real in num_real]  # 0 in an idle row
         decisions = self.decide(hidden, last_columns, batch)
 
-        # committed += real tokens + guesses that hold. The rest is overwritten by the next forward.
+        # The cache keeps the real tokens that were fed, and guesses that hold. The rest is scratch.
         self.cache.commit([real + held for real, (_, held) in zip(num_real, decisions)])
         news = []
         for sequence, (accepted, _) in zip(batch, decisions):
@@ -350,7 +354,10 @@ class Decoder:
         return news
 
     def prepare(self, sequence: Sequence, row: int) -> None:
-        """Set tau and the number of masks. If tau is impossible, the sequence ends: see `error`."""
+        """Set tau and the number of masks. If tau is impossible, the sequence ends: see `error`.
+
+        It still takes part in this forward, but `take` accepts nothing for it.
+        """
         sequence.checked.append(len(sequence.guesses))
         if self.lossless:
             return
@@ -366,7 +373,7 @@ class Decoder:
         sequence.tau = tau
         sequence.num_masks = 0
         if not is_plain_ar(tau, self.options.metric):
-            # No candidate beyond the end of a cache block: the first one needs no mask.
+            # The first candidate needs no mask, so room - 1 masks fill the room in a cache block.
             room = self.cache.room(row, len(sequence.text))
             sequence.num_masks = min(self.block, room - 1)
 
@@ -397,18 +404,18 @@ class Decoder:
         """
         options = self.options
         num_candidates = [1 + sequence.num_masks if sequence else 1 for sequence in batch]
+        # Rows with fewer candidates get columns to spare (`logits_at` clamps them), not read below.
         columns = [list(range(last, last + max(num_candidates))) for last in last_columns]
         logits = self.forward.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-        ahead = [0] * len(batch)
+        ahead = [0] * len(batch)  # column 0 is for the place right after the text
         candidates = choose(logits, batch, options.temperature, options.seed, ahead)  # (R, C)
         confidence = confidences(logits.softmax(-1), candidates, options.metric)
         taus = [sequence.tau if sequence else 1.0 for sequence in batch]
         tau = torch.tensor(taus, device=hidden.device, dtype=confidence.dtype)
         lengths = passing_lengths(confidence, tau, options.metric)
-        fetched = torch.cat([lengths[:, None], candidates], dim=1).tolist()  # one copy to the host
         accepted = []
-        for (length, *tokens), most in zip(fetched, num_candidates):
-            accepted.append(tokens[: min(length, most)])  # shorter rows have columns to spare
+        for tokens, length, most in zip(candidates.tolist(), lengths.tolist(), num_candidates):
+            accepted.append(tokens[: min(length, most)])
         return accepted
 
 

@@ -16,10 +16,11 @@ class KVCache:
     """Keys and values of every layer, (rows, kv_heads, capacity, head_dim) each; a length per row.
 
         slot     0 1 2 3 4 5 6 7 8 9 ...
-        row 0    p p p p a a M M M           length 4; five positions are written
-        row 1    p p p p p p a M M M .       length 6; commit([2, 1]) makes the lengths 6 and 7
+        row 0    p p p p a a M M M           length 4, after commit([2, 1]) 6
+        row 1    p p p p p p a M M M .       length 6, after it 7
 
-    (p: cached before, a: accepted last time, M: one of B = 3 masks, .: padding)
+    (p: cached before. Five positions were written to each row: a: tokens accepted last time, M: one
+    of B = 3 masks, .: padding.)
 
     A text starts with `begin`. Then every forward, in this order: `reserve` the slots of its T
     positions, take the `mask` for them, `write` once per layer, `commit` the positions that count.
@@ -67,10 +68,10 @@ class KVCache:
     def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
-        Slots below a position's prefix hold clean tokens, each in the slot of its position. The
-        masks of a block are in adjacent slots: the block starts pos - prefix slots to the left of
-        each of them. (That is -1 for a clean token: its block would start after it, so it is
-        empty.) All other slots hold other blocks, padding or scratch.
+        A slot below the prefix holds a clean token; each is in the slot of its position. The masks
+        of a block are in adjacent slots, and pos - prefix of them come before a mask: a mask in
+        slot 12 at pos 9 with prefix 7 sees slots 0 to 6, and its block, slots 10 to 12. For a clean
+        token pos - prefix is -1, so it sees no block. All other slots are not for this position.
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]
@@ -98,7 +99,7 @@ class KVCache:
             self.lengths[row] += count
 
     def room(self, row: int, text_length: int) -> int:
-        """How many tokens a forward may accept for a text of this length: any number."""
+        """How many tokens a forward may accept for a text of this length: no limit but this."""
         return self.capacity
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
@@ -107,17 +108,16 @@ class KVCache:
 
 
 class BlockCache(KVCache):
-    """The paper's policy: an answer enters the cache in whole blocks of N tokens, here N = 4.
+    """The paper's way: an answer enters the cache in whole blocks of N tokens, here N = 4.
 
-        cached         open block, fed at every forward      next to it: masks
-        p p p p p p  | a . . .                             + M M M    the room for candidates ends
-        p p p p p p  | a a a .                             + .        where the cache block ends
-        p p p p p p  | a a a a                             full: waits for the other rows
-        p p p p p p a a a a  | . . . .                     ... and is kept by the next forward
+        cached      | cache block | fed by the next forward
+        p p p p p p | a . . .     | a M M       three places are open: two masks, three candidates
+        p p p p p p | a a a .     | a a a       one is open: no mask, one candidate
+        p p p p p p | a a a a     | nothing     full: this row waits until no row has an open block
+        p p p p p p | a a a a     | a a a a M M M     then the block is fed once more and kept
 
-    (p: the prompt, a: accepted, M: a mask; B = 3.) A row whose block is full waits until no row has
-    an open block. The cache blocks are counted from the end of the prompt. `KVCache` needs none of
-    this; it is here to compare with (and because a paged cache would work like it).
+    (p: the prompt, a: accepted, M: one of B = 3 masks.) The blocks are counted from the end of the
+    prompt. `KVCache` needs none of this; it is here to compare with.
     """
 
     def __init__(self, *args, size: int, **options):
@@ -135,13 +135,13 @@ class BlockCache(KVCache):
         return (text_length - self.prompt_lengths[row]) % self.size
 
     def commit(self, counts: list[int]) -> None:
-        """Of the first counts[i] positions, keep those that fill blocks; the prompt as a whole."""
+        """Of the first counts[i] positions, keep those that fill blocks, and all of the prompt."""
         super().commit(counts)
         for row in range(len(self.lengths))[self.rows]:
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def room(self, row: int, text_length: int) -> int:
-        """How many tokens a forward may accept: as many as the open block has room for."""
+        """How many tokens a forward may accept: the places in the open block, or in the next."""
         return self.size - self.num_in_open_block(row, text_length)
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
