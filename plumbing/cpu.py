@@ -93,11 +93,7 @@ class PackedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         self.bias = bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        generator = torch.Generator().manual_seed(0)
-        row = torch.randn(1, weight.size(1), generator=generator).bfloat16()
-        pair = torch.cat([row, row])
-        # Some CPUs round the product of a single position in another way.
-        self.single_differs = not torch.equal(self.multiply(row), self.multiply(pair)[:1])
+        self.single_differs = single_differs(*weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.single_differs and x.numel() == x.size(-1):
@@ -105,7 +101,29 @@ class PackedProduct:
         return self.multiply(x)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return multiply_packed(x, self.packed, self.bias)
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+@functools.cache
+def single_differs(num_outputs: int, num_inputs: int) -> bool:
+    """Does this CPU round a product of this shape differently if there is a single position?
+
+    Large numbers of which each has its negative show it: their sum is what rounding made of it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = torch.arange(num_inputs // 2)
+    large = torch.randn(len(half), generator=generator) * 2.0 ** (half % 20)
+    places = torch.randperm(2 * len(half), generator=generator)
+    row = torch.zeros(1, num_inputs)
+    row[0, places] = torch.cat([large, -large])
+    row = row.bfloat16()
+    ones = torch.ops.mkldnn._reorder_linear_weight(torch.ones(num_outputs, num_inputs).bfloat16())
+    pair = multiply_packed(torch.cat([row, row]), ones, None)
+    return not torch.equal(multiply_packed(row, ones, None), pair[:1])
 
 
 # ----------------------------------------------------------------------------------------- threads

@@ -233,14 +233,15 @@ def test_bfloat16_on_an_older_cpu():
 @torch.inference_mode()
 def test_in_bfloat16_a_single_position_is_rounded_like_two():
     """It had another kernel: at one row a third of SmolLM2's lossless answers were not those of
-    tau 1. (On CPUs where it has not, it is not computed twice.)"""
+    tau 1. (On CPUs where it has not, it is not computed twice. One random position once decided
+    that; it shows the difference in one case of five.)"""
     torch.manual_seed(0)
-    for shape in [(1536, 576), (576, 1536), (192, 576), (2000, 576)] * 5:
+    for shape in [(1536, 576), (576, 1536), (192, 576), (2000, 576)] * 2:
         product = cpu.PackedProduct(torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16())
-        x = torch.randn(1, 2, shape[1]).bfloat16()
-        expected = product(x)
-        assert torch.equal(product(x[:, :1]), expected[:, :1])
-        assert torch.equal(product(x[0, :1]), expected[0, :1])  # the head's hidden states are 2-D
+        for x in torch.randn(40, 1, 2, shape[1]).bfloat16():
+            expected = product(x)
+            assert torch.equal(product(x[:, :1]), expected[:, :1])
+            assert torch.equal(product(x[0, :1]), expected[0, :1])  # the head's are 2-D
 
 
 # ---------------------------------------------------------------------------------------- threads
