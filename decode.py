@@ -88,8 +88,8 @@ class Options:
     verify: bool = option(False, "lossless: AR checks every guess; takes no tau")
     groups: int | None = option(
         None,
-        "with --verify: groups of masks (default: the likely ones; one in a batch on a CPU, "
-        "all at a temperature)",
+        "with --verify: groups of masks, each for one number of guesses that may hold (default: "
+        "the likely ones; one in a batch on a CPU, all at a temperature)",
         int,
         least=1,
     )
@@ -197,7 +197,7 @@ def check_tau(tau: float, metric: str) -> None:
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau plain AR? Then no masks are fed, or a probability rounded to 1.0 would pass."""
+    """Is this tau plain AR? Then no masks are fed: a probability that rounds to 1 would pass."""
     return tau == 0 if metric == "entropy" else tau == 1
 
 
@@ -233,7 +233,8 @@ class Decoder:
 
     Every `step` is one forward: of waiting prompts if rows are free, else of all rows that go on.
     A row feeds the tokens of its text that are not in the cache yet, then masks; candidates that
-    pass are accepted. They enter the cache when the next forward feeds them.
+    pass are accepted. They enter the cache when the next forward feeds them. (When the weights of
+    the model change, make a new decoder: the cache holds what the old ones computed.)
     """
 
     def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
@@ -300,7 +301,7 @@ class Decoder:
     def step(self) -> list[tuple[Sequence, list[int]]]:
         """One forward; the sequences in it, with their new tokens. [] if all are done."""
         rows = self.scheduler.rows  # a sequence or None in each
-        admitted = self.scheduler.admit()  # a slice: the rows that got a waiting prompt
+        admitted = self.scheduler.admit()  # a slice: adjacent rows that got a waiting prompt
         if rows[admitted]:
             return self.advance(rows[admitted], admitted, is_prefill=True)
         lengths = {}
@@ -309,7 +310,7 @@ class Decoder:
                 lengths[row] = len(sequence.text)
         if not lengths:
             return []
-        self.scheduler.clear_done()  # only now: a new prompt may have begun like the old text
+        self.scheduler.clear_done()  # not before `admit`: it reuses what a new prompt shares
         batch = list(rows)
         for row in self.cache.rows_that_wait(lengths):
             batch[row] = None
@@ -407,7 +408,7 @@ class Decoder:
         # Rows with fewer candidates get columns to spare (`logits_at` clamps them), not read below.
         columns = [list(range(last, last + max(num_candidates))) for last in last_columns]
         logits = self.forward.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-        ahead = [0] * len(batch)  # column 0 is for the place right after the text
+        ahead = [0] * len(batch)  # of each row: its first candidate comes right after its text
         candidates = choose(logits, batch, options.temperature, options.seed, ahead)  # (R, C)
         confidence = confidences(logits.softmax(-1), candidates, options.metric)
         taus = [sequence.tau if sequence else 1.0 for sequence in batch]

@@ -68,10 +68,11 @@ class KVCache:
     def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
-        A slot below the prefix holds a clean token; each is in the slot of its position. The masks
-        of a block are in adjacent slots, and pos - prefix of them come before a mask: a mask in
-        slot 12 at pos 9 with prefix 7 sees slots 0 to 6, and its block, slots 10 to 12. For a clean
-        token pos - prefix is -1, so it sees no block. All other slots are not for this position.
+        A clean token is in the slot of its position, and a position sees those below its prefix.
+        The masks of a block are in adjacent slots, and pos - prefix of them come before a mask.
+        (With several blocks after one text, as lossless.py has them, a mask is not in the slot of
+        its position: one in slot 12 at pos 9 with prefix 7 sees slots 0 to 6, and 10 to 12.) For a
+        clean token pos - prefix is -1, so it sees no block.
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]
@@ -99,7 +100,7 @@ class KVCache:
             self.lengths[row] += count
 
     def room(self, row: int, text_length: int) -> int:
-        """How many tokens a forward may accept for a text of this length: no limit but this."""
+        """How many tokens a forward may accept for a text of this length: more than any block."""
         return self.capacity
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
