@@ -14,8 +14,8 @@ confidence passes tau, the first one always; then the masks move on. tau = 1 is 
 the tests compare the two. What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
   * every row of a batch has its own length in the cache (future work in the paper): no row waits
-    for another, and a prompt gives the same tokens in a batch as alone, up to rounding.
-    `block_cache` is the paper's way: see kv_cache.py;
+    until another has filled a cache block, and a prompt gives the same tokens in a batch as alone,
+    up to rounding. `block_cache` is the paper's way: see kv_cache.py;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
   * `verify` checks guesses before they count, so that the text is AR's: see lossless.py.
 """
@@ -88,8 +88,8 @@ class Options:
     verify: bool = option(False, "lossless: AR checks every guess; takes no tau")
     groups: int | None = option(
         None,
-        "with --verify: groups of masks, each for one number of guesses that may hold (default: "
-        "the likely ones; one in a batch on a CPU, all at a temperature)",
+        "with --verify: for how many outcomes of the check (0, 1, ... guesses hold) masks are fed "
+        "(default: the likely ones; one in a batch on a CPU, all at a temperature)",
         int,
         least=1,
     )
@@ -256,7 +256,7 @@ class Decoder:
         num_fed = self.block + 1  # real tokens that a forward feeds at most, prefills aside
         if options.block_cache:
             new_cache = functools.partial(BlockCache, size=options.block_cache)
-            num_fed = min(options.block_cache, options.max_new)
+            num_fed = min(options.block_cache, self.longest)
         self.widest = num_fed + self.block
         if options.verify:
             is_batch_on_cpu = rows > 1 and model.device.type == "cpu"
@@ -310,7 +310,7 @@ class Decoder:
                 lengths[row] = len(sequence.text)
         if not lengths:
             return []
-        self.scheduler.clear_done()  # not before `admit`: it reuses what a new prompt shares
+        self.scheduler.clear_done()  # after `admit`: a new prompt may begin as a finished text does
         batch = list(rows)
         for row in self.cache.rows_that_wait(lengths):
             batch[row] = None

@@ -115,7 +115,7 @@ class BlockCache(KVCache):
         p p p p p p | a . . .     | a M M       three places are open: two masks, three candidates
         p p p p p p | a a a .     | a a a       one is open: no mask, one candidate
         p p p p p p | a a a a     | nothing     full: this row waits until no row has an open block
-        p p p p p p | a a a a     | a a a a M M M     then the block is fed once more and kept
+        p p p p p p | a a a a     | a a a a M M M     then it is fed as a whole, and kept
 
     (p: the prompt, a: accepted, M: one of B = 3 masks.) The blocks are counted from the end of the
     prompt. `KVCache` needs none of this; it is here to compare with.

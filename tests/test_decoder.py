@@ -148,3 +148,16 @@ def test_a_decoder_whose_sequences_are_all_cancelled_takes_new_ones():
     sequence = decoder.add([2, 3, 4])
     list(decoder)
     assert outcome(sequence) == by_hand(model, [2, 3, 4], tau=0.95, max_new=9)
+
+
+def test_an_answer_longer_than_the_options_in_cache_blocks(monkeypatch):
+    """The cache had room for open blocks of the options' max_new. A longer answer's block made the
+    feed so wide that the row of a long prompt beside it overflowed."""
+    monkeypatch.setattr("decode.span_unit", lambda *_: 1)  # no room because of rounding
+    options = Options(tau=0, block=3, block_cache=64, max_new=4)
+    decoder = Decoder(endless_model(), options, rows=2, longest=64)
+    long_answer = decoder.add([2] * 9, max_new=55)
+    long_prompts = [decoder.add([3] * 60) for _ in range(30)]
+    list(decoder)
+    assert len(long_answer.tokens) == 55
+    assert {len(sequence.tokens) for sequence in long_prompts} == {4}
