@@ -15,7 +15,8 @@ from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.terminal import note, print_answer
 
-COMMANDS = "/tau 0.7 sets tau, /reset starts a new conversation"
+SET_TAU = "/tau 0.7 sets tau"
+RESET = "/reset starts a new conversation"
 
 
 class Conversation:
@@ -78,7 +79,8 @@ def main() -> None:
     conversation = Conversation(model, chat, options, opening)
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
-    note(f"{COMMANDS}, Ctrl-C ends an answer, Ctrl-D the conversation")
+    commands = RESET if options.verify else f"{SET_TAU}, {RESET}"
+    note(f"{commands}, Ctrl-C ends an answer, Ctrl-D the conversation")
     while True:
         knob = "> " if options.verify else f"tau {conversation.tau:g}> "
         try:
@@ -88,7 +90,7 @@ def main() -> None:
         except KeyboardInterrupt:  # of a half-typed line
             note("")
         except ValueError as error:  # a UserError; not a number; not UTF-8
-            note(f"error: {error}; {COMMANDS}")
+            note(f"error: {error}; {commands}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from plumbing.sampling import dice
 
 TIE = 1e-4
 TAUS = [1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
+NATS = [0, 0.05, 0.1, 0.2, 0.5, 1]  # taus of the metric entropy
 
 
 @torch.inference_mode()
@@ -100,7 +101,7 @@ def main() -> None:
     common.add_taus(parser, TAUS)
     parser.add_options(Options, without=("tau", "block", "verify", "max_new"))
     args = parser.parse_args()
-    ways = common.ways_to_decode(args, TAUS)
+    ways = common.ways_to_decode(args, NATS if args.metric == "entropy" else TAUS)
     one_token = {"tau": 1.0, "verify": False, "metric": "probability", "block_cache": None}
     plain = replace(next(iter(ways.values())), **one_token)
     if args.verify:

@@ -157,7 +157,7 @@ def test_an_answer_longer_than_the_options_in_cache_blocks(monkeypatch):
     options = Options(tau=0, block=3, block_cache=64, max_new=4)
     decoder = Decoder(endless_model(), options, rows=2, longest=64)
     long_answer = decoder.add([2] * 9, max_new=55)
-    long_prompts = [decoder.add([3] * 60) for _ in range(30)]
+    long_prompts = [decoder.add([3] * 60, tau=1) for _ in range(30)]
     list(decoder)
     assert len(long_answer.tokens) == 55
     assert {len(sequence.tokens) for sequence in long_prompts} == {4}

@@ -260,8 +260,8 @@ def test_tensors_that_no_patch_has(tmp_path, name, tensor, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"config": {"block_size": -1}}, "block_size -1: must be a whole number above 0"),
-        ({"config": {"block_size": "4"}}, "block_size '4': must be a whole number above 0"),
+        ({"config": {"block_size": -1}}, "block_size -1: must be a whole number from 1"),
+        ({"config": {"block_size": "4"}}, "block_size '4': must be a whole number from 1"),
         ({"config": {"auto_map": {"AutoModel": "x.py"}}}, "(auto_map "),
         ({"config": {"vocab_size": 10**9}}, "(vocab_size 1000000000, found 640)"),
         ({"rank": "4"}, "not a patch"),

@@ -355,5 +355,6 @@ def test_a_compiled_model_keeps_its_threads(monkeypatch, compile):
     asked = []
     monkeypatch.setattr(decode, "use_free_cores", asked.append)
     args = SimpleNamespace(device="cpu", dtype=None, model=str(MARS[1]), compile=compile)
+    args.template_option = []
     model, _ = decode.load_for_decoding(args)
     assert asked == ([] if compile else [model])
