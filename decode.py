@@ -310,7 +310,7 @@ class Decoder:
                 lengths[row] = len(sequence.text)
         if not lengths:
             return []
-        self.scheduler.clear_done()  # after `admit`: a new prompt may begin as a finished text does
+        self.scheduler.clear_done()  # after `admit`, which may reuse what they hold
         batch = list(rows)
         for row in self.cache.rows_that_wait(lengths):
             batch[row] = None

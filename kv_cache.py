@@ -100,7 +100,7 @@ class KVCache:
             self.lengths[row] += count
 
     def room(self, row: int, text_length: int) -> int:
-        """How many tokens a forward may accept for a text of this length: more than any block."""
+        """How many tokens a forward may accept for a text of this length: there is no limit."""
         return self.capacity
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
@@ -139,7 +139,8 @@ class BlockCache(KVCache):
         """Of the first counts[i] positions, keep those that fill blocks, and all of the prompt."""
         super().commit(counts)
         for row in range(len(self.lengths))[self.rows]:
-            self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
+            fed = self.lengths[row]  # the prompt and the answer, as far as they were fed
+            self.lengths[row] -= self.num_in_open_block(row, fed)
 
     def room(self, row: int, text_length: int) -> int:
         """How many tokens a forward may accept: the places in the open block, or in the next."""
