@@ -67,6 +67,7 @@ class Batch(NamedTuple):
 
 
 PADDING = Batch(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0)
+SMOOTHING = 0.25  # of the probabilities in expected_weights: or far masks would wait for the first
 
 
 def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float, doc=0) -> Batch:
@@ -177,7 +178,25 @@ def positions_with_target(batch: Batch) -> tuple[Tensor, Tensor]:
     return (batch.noisy_weight + batch.clean_weight).nonzero(as_tuple=True)
 
 
-def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def expected_weights(cross_entropy: Tensor, batch: Batch, at: tuple, block_size: int) -> Tensor:
+    """Factors (N,) for the weights of these positions; their mean over an example's masks is 1.
+
+    Of a block's guesses p1 + p1 p2 + ... are expected to hold: each needs those before it. The
+    derivative of this number by log p_k is the sum of p1 ... pm over m >= k: the factor of mask k.
+    """
+    p = (torch.exp(-cross_entropy) + SMOOTHING) / (1 + SMOOTHING)
+    offset = (batch.pos - batch.prefix)[at]  # of a mask in its block; -1 at a clean token
+    place = ((offset <= 0).cumsum(0) - 1, offset)  # a row for every block; a clean token's is empty
+    blocks = p.new_zeros(len(p), block_size + 1).index_put(place, p)
+    all_hold = blocks.cumprod(1)
+    gain = all_hold.flip(1).cumsum(1).flip(1)[place]
+    example = at[0] * batch.doc.size(1) + batch.doc[at]
+    mean = torch.bincount(example, gain) / torch.bincount(example, offset >= 0)
+    return torch.where(offset < 0, 1, gain / mean[example])
+
+
+def losses(model: Qwen2, batch: Batch, mask_weight="uniform") -> tuple[Tensor, Tensor]:
     """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss."""
 
     def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
@@ -186,7 +205,10 @@ def losses(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
     hidden = hidden_states(model, batch)
     at = positions_with_target(batch)
     each = model.in_chunks(cross_entropy, hidden[at], batch.target[at])
-    noisy = (each * batch.noisy_weight[at]).sum()
+    weight = batch.noisy_weight[at]
+    if mask_weight == "expected":
+        weight = weight * expected_weights(each, batch, at, model.config.block_size or 0)
+    noisy = (each * weight).sum()
     clean = (each * batch.clean_weight[at]).sum()
     return noisy, clean
 
@@ -276,7 +298,7 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
             sums = torch.zeros(2, device=model.device)
             for batch in batches(examples, model.config, args, rank, size, longest):
                 with autocast:
-                    noisy, clean = losses(model, batch.to(model.device))
+                    noisy, clean = losses(model, batch.to(model.device), args.mask_weight)
                 loss = noisy + args.ar_weight * clean if is_mars else clean
                 (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
                 sums += torch.stack([noisy, clean]).detach()
@@ -338,6 +360,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
     add("--block", type=number(int, 1), default=4, help="B, masks in a block")
     add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
+    add("--mask-weight", choices=("uniform", "expected"), default="uniform", help="of a guess")
     add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
     add("--normalization", choices=("sequence", "token"), default="sequence", help="averaged over")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")

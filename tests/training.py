@@ -118,7 +118,7 @@ def whole_step(
     sums = torch.zeros(2).double()
     for rank in range(worlds):
         for batch in batches(examples, model.config, args, rank, worlds, longest):
-            noisy, clean = losses(model, batch)
+            noisy, clean = losses(model, batch, args.mask_weight)
             (noisy + args.ar_weight * clean).backward()
             sums += torch.stack([noisy, clean]).detach()
     return torch.cat([sums, *(weight.grad.flatten() for weight in model.parameters())])

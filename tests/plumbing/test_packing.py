@@ -82,7 +82,7 @@ def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
             noisy_weight=layout.noisy_weight.double(), clean_weight=layout.clean_weight.double()
         )
         model.zero_grad()
-        noisy, clean = losses(model, unpacked([layout]))
+        noisy, clean = losses(model, unpacked([layout]), args.mask_weight)
         (noisy + args.ar_weight * clean).backward()
         gradients = [weight.grad.flatten() for weight in model.parameters()]
         expected = expected + torch.cat([noisy.detach()[None], clean.detach()[None], *gradients])
@@ -91,7 +91,7 @@ def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
 
 def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
     """Against a forward for each example: any packing, accumulation, number of processes, size of
-    a chunk of logits; in both normalisations, and for stage 1."""
+    a chunk of logits; in both normalisations, with all weights of masks, and for stage 1."""
     shared = 0
     for seed in cases(8, 100):
         rng = random.Random(seed)
@@ -100,6 +100,7 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
         examples = [random_example(rng, block) for _ in range(rng.randint(3, 9))]
         normalization = rng.choice(["sequence", "token"])
         args = arguments("--ar-weight", rng.random(), "--normalization", normalization)
+        args.mask_weight = rng.choice(["uniform", "expected"])
         model.config.block_size = rng.choice([block, block, None])
         expected = one_by_one(model, examples, args)
         for _ in range(3):
