@@ -2,8 +2,9 @@
 
     python -m apps.batch prompts.jsonl --rows 8 > answers.jsonl
 
-Every line is a prompt, or a JSON object with a `prompt` or `messages`, and optionally an `id` and a
-`tau`. The output has a JSON object for every prompt, in the same order: training data for train.py.
+Every line is a prompt, or a JSON object with a `prompt`, a `question` or `messages`, and perhaps an
+`id` and a `tau`. The output has a JSON object for every prompt, in the same order: training data
+for train.py.
 """
 
 import contextlib
