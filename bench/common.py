@@ -18,6 +18,7 @@ from decode import Options, Sequence
 from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number, path
 from plumbing.chat import Chat
+from plumbing.data import with_prompt
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile
 
@@ -31,10 +32,9 @@ def read_problems(file: Path, limit: int | None = None) -> list[dict]:
 
     The answer is a number, or a text whose last number counts. Either all rows have one or none.
     """
-    problems = list(JsonlFile(file))[:limit]
+    problems = [with_prompt(row) for row in list(JsonlFile(file))[:limit]]
     for line, problem in enumerate(problems, 1):
-        problem.setdefault("prompt", problem.get("question"))
-        if not isinstance(problem["prompt"], str):
+        if not isinstance(problem.get("prompt"), str):
             raise UserError(f"{file}: row {line} lacks a prompt")
         if ("answer" in problem) != ("answer" in problems[0]):
             raise UserError(f"{file}: row {line}: either all rows must have an answer or none")
