@@ -1,17 +1,20 @@
 """Which recipe makes a real model look ahead: SmolLM2-135M, one factor at a time.
 
     python -m apps.smollm2 experiments/work/recipes/base --unpatched
+    python -m apps.smollm2 experiments/work/recipes/patched    # for the arms `more`
     python -m experiments.recipes --data train.jsonl input_data.jsonl    # its greedy answers
     python -m experiments.recipes --data train.jsonl input_data.jsonl --sample  # for arm `sample`
     python -m experiments.recipes --train base own batch-1    # and judge: 27 minutes each
-    python -m experiments.recipes    # the table of all that were judged
+    python -m experiments.recipes    # the tables of all that were judged
 
 train.jsonl is GSM8K's (openai/grade-school-math), input_data.jsonl IFEval's. Every arm starts from
-the same model and sees 1,024 answers. It is judged on prompts that no arm has seen: by tokens per
-forward of `--verify` with all groups, and by how well its clean stream predicts the answers of the
-model that all started from, and those of GSM8K. Intervals are over prompts only: another seed of
-the training may differ by more. Records are kept in experiments/results/recipes. A training that
-was interrupted goes on from its last checkpoint.
+the same model (`more` from one that MARS has trained for long) and sees 1,024 answers. It is judged
+on prompts that no arm has seen: by tokens per forward of `--verify` with all groups and of lower
+taus, by how likely it finds what it says then, and by how well its clean stream predicts the
+answers of the model that all started from, and those of GSM8K. Intervals are over prompts only:
+another seed of the training may differ by more. A training that was interrupted goes on from its
+last checkpoint. Records are kept in experiments/results/recipes. In bfloat16 the answers of the
+model depend on the CPU, so records that were judged by the same answers have a folder of their own.
 """
 
 import hashlib
@@ -27,6 +30,7 @@ import torch
 
 from bench.common import ROOT, encode, read_problems, table
 from bench.likelihood import predict, read_examples, resampled
+from bench.quality import nats_per_token
 from decode import generate
 from model import load
 from plumbing.arguments import Parser, path
@@ -51,6 +55,9 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "ar-weight-2": "--data own.jsonl --ar-weight 2",
     "ar-weight-4": "--data own.jsonl --ar-weight 4",
     "sft": "--data own.jsonl --objective sft",
+    "expected": "--data own.jsonl --mask-weight expected",
+    "more": "--data own.jsonl --model patched",
+    "more-expected": "--data own.jsonl --model patched --mask-weight expected",
 }
 UNSEEN = 32  # prompts of each kind, to judge by
 NUM_GSM8K = 640  # prompts, with the unseen ones
@@ -58,6 +65,7 @@ MAX_NEW = 128  # tokens of an answer to train on
 MAX_JUDGED = 96  # and of one to judge by
 OWN = ("gsm8k-own", "ifeval-own")  # the starting model's answers to the unseen prompts
 JUDGED_BY = (*OWN, "gsm8k-gold")
+TAUS = (0.95, 0.8)
 
 
 def check_made(*names: str) -> None:
@@ -131,9 +139,10 @@ def run_arm(arm: str) -> None:
         done = subprocess.run([*words, *PLAN.split(), *options], cwd=WORK)
         if done.returncode:
             sys.exit(done.returncode)  # train.py has said why
-    RECORDS.mkdir(parents=True, exist_ok=True)
     text = json.dumps(judge(WORK / arm)) + "\n"
-    atomic_write(RECORDS / f"{arm}.json", lambda file: file.write_text(text))
+    folder = RECORDS / str(JsonlFile(WORK / f"{OWN[0]}.jsonl").checksum)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(folder / f"{arm}.json", lambda file: file.write_text(text))
 
 
 def judge(directory: Path) -> dict:
@@ -141,32 +150,32 @@ def judge(directory: Path) -> dict:
     base, _ = load(str(WORK / "base"), dtype=torch.bfloat16)
     model, chat = load(str(directory), dtype=torch.bfloat16)
     block = model.config.block_size or 4  # base has none
-    record = {"checksums": checksums()}
+    record = {}
     for name in JUDGED_BY:
         file = WORK / f"{name}.jsonl"
         found = predict(model, read_examples(file, None, chat, model.config), base)
         record[name] = {field: values.tolist() for field, values in found._asdict().items()}
         if name in OWN:
-            options = {"block": block, "groups": block + 1, "max_new": MAX_JUDGED}
             prompts = encode(chat, read_problems(file))
-            answers = generate(model, prompts, 8, verify=True, **options)
-            record[name]["decoded"] = [len(answer.tokens) for answer in answers]
-            record[name]["forwards"] = [answer.forwards for answer in answers]
+            ways = {"verify": {"verify": True, "groups": block + 1}}
+            ways |= {f"tau {tau:g}": {"tau": tau} for tau in TAUS}
+            for way, options in ways.items():
+                answers = generate(model, prompts, 8, block=block, max_new=MAX_JUDGED, **options)
+                record[name][way] = {
+                    "decoded": [len(answer.tokens) for answer in answers],
+                    "forwards": [answer.forwards for answer in answers],
+                    "nats": nats_per_token(model, answers),
+                }
     return record
-
-
-def checksums() -> list[str]:
-    """Of what is judged by: records with other checksums cannot be compared."""
-    return [str(JsonlFile(WORK / f"{name}.jsonl").checksum) for name in JUDGED_BY]
 
 
 # ------------------------------------------------------------------------------------------- report
 
 
-def rate(record: dict, name: str, weights: np.ndarray) -> np.ndarray:
+def rate(record: dict, name: str, weights: np.ndarray, way: str = "verify") -> np.ndarray:
     """Tokens per forward, for every row of weights over the prompts."""
-    kind = record[name]
-    return (weights @ np.array(kind["decoded"])) / (weights @ np.array(kind["forwards"]))
+    decoded = record[name][way]
+    return (weights @ np.array(decoded["decoded"])) / (weights @ np.array(decoded["forwards"]))
 
 
 def gain(record: dict, other: dict) -> tuple[float, float, float]:
@@ -182,29 +191,40 @@ def gain(record: dict, other: dict) -> tuple[float, float, float]:
 
 
 def cells(record: dict, reference: dict) -> list[str]:
-    row = [f"{rate(record, name, np.ones(UNSEEN)):.2f}" for name in OWN]
+    both = [f"{rate(record, name, np.ones(UNSEEN)):.2f}" for name in OWN]
     mean, low, high = gain(record, reference)
+    row = [", ".join(both)]
     row.append("" if record is reference else f"{mean:+.0%} ({low:+.0%} to {high:+.0%})")
-    for name in JUDGED_BY:
-        row.append(f"{sum(record[name]['nats']) / sum(record[name]['tokens']):.3f}")
+    for tau in TAUS:
+        row += cells_of_tau(record, f"tau {tau:g}")
+    nats = [f"{sum(record[name]['nats']) / sum(record[name]['tokens']):.3f}" for name in JUDGED_BY]
     divergence = sum(sum(record[name]["divergence"]) for name in OWN)
-    return [*row, f"{divergence / sum(sum(record[name]['tokens']) for name in OWN):.2f}"]
+    num_tokens = sum(sum(record[name]["tokens"]) for name in OWN)
+    return [*row, ", ".join(nats), f"{divergence / num_tokens:.2f}"]
 
 
-def report() -> str:
+def cells_of_tau(record: dict, way: str) -> list[str]:
+    if way not in record[OWN[0]]:  # not judged by lower taus at that time
+        return ["", ""]
+    tokens = [f"{rate(record, name, np.ones(UNSEEN), way):.2f}" for name in OWN]
+    nats = [f"{record[name][way]['nats']:.2f}" for name in OWN]
+    return [", ".join(tokens), ", ".join(nats)]
+
+
+def report(folder: Path) -> str:
+    """The table of the arms that were judged by the same answers."""
     records = {}
     for arm in ("base", *ARMS):
-        if (RECORDS / f"{arm}.json").exists():
-            records[arm] = json.loads((RECORDS / f"{arm}.json").read_text())
+        if (folder / f"{arm}.json").exists():
+            records[arm] = json.loads((folder / f"{arm}.json").read_text())
     if "own" not in records:
-        raise UserError("nothing to compare with: --train own first")
+        raise UserError(f"{folder}: nothing to compare with: --train own first")
+    head = ["tokens/forward of verify", "gain over own"]
+    for tau in TAUS:
+        head += [f"of tau {tau:g}", "its nats"]
+    head += ["nats: base's GSM8K, base's IFEval, GSM8K's answers", "KL from base"]
     own = records["own"]
-    for arm, record in records.items():
-        if record["checksums"] != own["checksums"]:
-            raise UserError(f"{arm}: was judged by other texts than own: --train it again")
-    head = ["tokens/forward:", "GSM8K", "IFEval", "gain over own", "nats: base's GSM8K"]
-    head += ["base's IFEval", "GSM8K's answers", "KL from base"]
-    return table(head, [[arm, *cells(record, own)] for arm, record in records.items()])
+    return table(["", *head], [[arm, *cells(record, own)] for arm, record in records.items()])
 
 
 def main() -> None:
@@ -223,7 +243,10 @@ def main() -> None:
     for arm in args.train or []:
         run_arm(arm)
     if not args.data and not args.train:
-        print(report())
+        folders = sorted(RECORDS.glob("*/"))
+        if not folders:
+            raise UserError("nothing was judged yet: --train own first")
+        print("\n\n".join(f"{folder.name}:\n{report(folder)}" for folder in folders))
 
 
 if __name__ == "__main__":

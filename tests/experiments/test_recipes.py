@@ -87,7 +87,7 @@ def record(gsm8k, ifeval) -> dict:
     kinds = {}
     for name, pairs in zip(recipes.OWN, (gsm8k, ifeval)):
         decoded, forwards = zip(*pairs)
-        kinds[name] = {"decoded": decoded, "forwards": forwards}
+        kinds[name] = {"verify": {"decoded": decoded, "forwards": forwards}}
     return kinds
 
 
