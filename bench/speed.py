@@ -163,10 +163,13 @@ def next_to(theirs: Theirs, model: Qwen2, rows: int, longest: int, args) -> dict
         ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
     ways["ours, AR"] = ours(tau=1.0)
     if not args.shape:
-        for tau in (args.tau, 0.8):
-            ways[f"ours, tau {tau:g}"] = ours(tau=tau)
+        ways[f"ours, tau {args.tau:g}"] = ours(tau=args.tau)
         ways["ours, verify"] = ours(verify=True)
         ways["ours, verify, B 3"] = ours(verify=True, block=3)  # fewer positions
+        if rows == 1:
+            without = ours(verify=True)
+            without.decoder.lossless.looks_up = False
+            ways["ours, verify, no lookup"] = without
     return ways
 
 

@@ -44,6 +44,7 @@ PLAN = (
     "--steps 512 --batch 2 --lr 2e-4 --dtype bfloat16 "
     "--batch-tokens 2048 --held-out 32 --save-every 128"
 )
+STARTS = ("base", "patched")  # what the arms start from
 ARMS = {  # options of train.py; the last one of a kind counts
     "own": "--data own.jsonl",
     "sample": "--data sample.jsonl --normalization token",
@@ -132,7 +133,7 @@ def make_data(gsm8k: Path, ifeval: Path, sample: bool) -> None:
 
 def run_arm(arm: str) -> None:
     check_made("base", *(f"{name}.jsonl" for name in JUDGED_BY))
-    if arm != "base":
+    if arm not in STARTS:
         options = ARMS[arm].split()
         check_made(options[1])  # what --data names
         words = [sys.executable, ROOT / "train.py", "--model", "base", "--out", arm, "--resume"]
@@ -214,7 +215,7 @@ def cells_of_tau(record: dict, way: str) -> list[str]:
 def report(folder: Path) -> str:
     """The table of the arms that were judged by the same answers."""
     records = {}
-    for arm in ("base", *ARMS):
+    for arm in (*STARTS, *ARMS):
         if (folder / f"{arm}.json").exists():
             records[arm] = json.loads((folder / f"{arm}.json").read_text())
     if "own" not in records:
@@ -233,7 +234,7 @@ def main() -> None:
     files = ("GSM8K", "IFEVAL")
     add("--data", type=path, nargs=2, metavar=files, help="let the model answer their prompts")
     add("--sample", action="store_true", help="with --data: at temperature 1, not greedily")
-    names = ["base", *ARMS]
+    names = [*STARTS, *ARMS]
     add("--train", nargs="+", choices=names, metavar="ARM", help=f"of: {' '.join(names)}")
     args = parser.parse_args()
     if args.sample and not args.data:
