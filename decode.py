@@ -57,7 +57,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
         logits = model.logits_at(hidden, columns)  # (1, B + 1, V)
         confidence, candidates = logits[0].softmax(-1).max(-1)
         for i, token in enumerate(candidates.tolist()):
-            is_sure = confidence[i] >= tau and tau < 1  # a probability may round to 1
+            is_sure = confidence[i] >= tau and tau < 1  # at tau 1 never: it may be rounded to 1
             if i > 0 and not is_sure:
                 break
             text.append(token)
@@ -88,8 +88,8 @@ class Options:
     verify: bool = option(False, "lossless: AR checks every guess; takes no tau")
     groups: int | None = option(
         None,
-        "with --verify: for how many outcomes of the check (0, 1, ... guesses hold) masks are fed "
-        "(default: the likely ones; one in a batch on a CPU, all at a temperature)",
+        "with --verify: the largest number of groups of masks in a forward, as docs/lossless.md "
+        "has them (default: all likely ones; one in a batch on a CPU; all at a temperature)",
         int,
         least=1,
     )
@@ -310,7 +310,7 @@ class Decoder:
                 lengths[row] = len(sequence.text)
         if not lengths:
             return []
-        self.scheduler.clear_done()  # after `admit`, which may reuse what they hold
+        self.scheduler.clear_done()  # after `admit`, which may reuse a finished row's cached prompt
         batch = list(rows)
         for row in self.cache.rows_that_wait(lengths):
             batch[row] = None

@@ -16,11 +16,11 @@ class KVCache:
     """Keys and values of every layer, (rows, kv_heads, capacity, head_dim) each; a length per row.
 
         slot     0 1 2 3 4 5 6 7 8 9 ...
-        row 0    p p p p a a M M M           length 4, after commit([2, 1]) 6
-        row 1    p p p p p p a M M M .       length 6, after it 7
+        row 0    p p p p a a M M M           length 4: two of the five count, then 6
+        row 1    p p p p p p a M M M .       length 6: one of the five counts, then 7
 
     (p: cached before. Five positions were written to each row: a: tokens accepted last time, M: one
-    of B = 3 masks, .: padding.)
+    of B = 3 masks, .: padding. What counts is said by commit([2, 1]).)
 
     A text starts with `begin`. Then every forward, in this order: `reserve` the slots of its T
     positions, take the `mask` for them, `write` once per layer, `commit` the positions that count.
@@ -68,11 +68,13 @@ class KVCache:
     def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
-        A clean token is in the slot of its position, and a position sees those below its prefix.
-        The masks of a block are in adjacent slots, and pos - prefix of them come before a mask.
-        (With several blocks after one text, as lossless.py has them, a mask is not in the slot of
-        its position: one in slot 12 at pos 9 with prefix 7 sees slots 0 to 6, and 10 to 12.) For a
-        clean token pos - prefix is -1, so it sees no block.
+        A clean token is in the slot of its position. So every query sees the slots below its
+        prefix. A mask also sees its block, from the first mask up to itself: adjacent slots. The
+        first is pos - prefix slots before its own. For a clean token that is -1: an empty block.
+
+        (The masks need not be in the slots of their positions: lossless.py feeds several blocks
+        after one text. The third mask of a block, at pos 9 with prefix 7, may be in slot 12: it
+        sees slots 0 to 6, and 10 to 12.)
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]
@@ -104,7 +106,10 @@ class KVCache:
         return self.capacity
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
-        """Rows that must not go on before others, given the length of each row's text: none."""
+        """The rows that must not go on before others; here there are none.
+
+        text_lengths: of each row that has a text.
+        """
         return set()
 
 

@@ -19,8 +19,9 @@ what AR says after x. If that is g1, the output at g1 is what AR says next, and 
 first guess that AR disagrees with. Every forward gives at least one token. How good the guesses are
 decides the speed, never the text. (All this is up to floating-point rounding: docs/lossless.md.)
 
-Guesses that hold are already in their slots of the cache. A group that is missing costs nothing but
-time: if it was the one needed, the next forward has no guesses to check.
+Guesses that hold are already in their slots of the cache. A forward need not have all groups. If
+the one that would be needed is missing, the masks of a group that saw fewer guesses take its place;
+without one, the next forward has no guesses to check. That costs time, and changes no token.
 
 After the masks' guesses come some from the text itself, if its last tokens occurred before: what
 followed them then (`Lookup`).
@@ -41,7 +42,7 @@ from torch import Tensor
 
 from plumbing.sampling import choose
 
-LEAST_PROBABILITY = 0.05  # a guess that holds, or a group that is needed, less often is left out
+LEAST_PROBABILITY = 0.05  # guesses and groups that are of use less often are left out
 RUN = 3  # tokens that must have occurred before, for a guess from the text
 MOST_LOOKED_UP = 10  # guesses from the text, at a time
 
@@ -113,7 +114,7 @@ class Lossless:
             accepted = ar_tokens[row][: held[row] + 1]
             decisions.append((accepted, held[row]))
             if sequence:
-                # Candidate 0 is AR's next token once more: the guesses come after it.
+                # new[0] is AR's next token, which is in `accepted`: the guesses come after it.
                 count = self.num_useful(sequence, held[row])
                 sequence.guesses = new[1 : 1 + count]
                 self.plan(sequence, chances[row][1 : 1 + count])
@@ -131,8 +132,8 @@ class Lossless:
         """The 1 + B columns of each row's feed that predict what comes next.
 
         First the column of the last guess that holds (of x if none does), then those of the group
-        that saw exactly the guesses that hold. If it is missing, of one that saw fewer: its masks
-        predict the same places, but the first of them places that are known by now.
+        that saw exactly the guesses that hold. If it is missing, of one that saw fewer. Its first
+        masks predict guesses that hold, so they are passed over; the others are used.
         """
         columns = []
         for sequence, last, num_held in zip(batch, last_columns, held):
@@ -170,7 +171,7 @@ class Lossless:
 class Lookup:
     """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
 
-    There are at most twice as many as held the last time, and at least one. So a text that does not
+    They are cut to twice as many as held the last time, but not below one. So a text that does not
     repeat itself costs hardly a position, and one that does soon gets MOST_LOOKED_UP.
     """
 

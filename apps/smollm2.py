@@ -70,7 +70,7 @@ def main() -> None:
         write(args.out, args.base, not args.unpatched)
     elif args.unpatched or not is_there(args.out):
         raise UserError(f"{args.out}: has a model; choose another directory")
-    how = "--tau 1" if args.unpatched else "--verify"
+    how = "--tau 1" if args.unpatched else "--verify --dtype bfloat16"
     note(f'next: python decode.py --model {args.out} {how} --prompt "..."')
 
 
