@@ -40,6 +40,7 @@ from plumbing.errors import run_main
 from plumbing.processes import peak_memory
 
 GROUPS = (1, 2, 3, 5)
+RIVALS = ("prompt lookup", "ours, AR")  # of --transformers
 # Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its
 # masks; five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
@@ -176,7 +177,7 @@ def next_to(theirs: Theirs, model: Qwen2, rows: int, longest: int, args) -> dict
 def compare(
     make_ways: Callable, model: Qwen2, chat: Chat, problems: list[dict], args, one_batch=False
 ) -> None:
-    """Print a table per number of rows; ratios are to the first of the ways.
+    """Print a table per number of rows; ratios are to the first of the ways, and to `RIVALS`.
 
     one_batch: only as many problems as rows.
     """
@@ -193,10 +194,14 @@ def compare(
         answers, seconds = common.in_turn(work, args.rounds, model.device)
 
         base = next(iter(ways))
+        rivals = [base, *(name for name in RIVALS if name in ways)]
         lines = []
         for name in ways:
             speeds = tokens_per_second(answers[name], seconds[name])
-            ratios = common.ratios(speeds, tokens_per_second(answers[base], seconds[base]))
+            ratios = [
+                common.ratios(speeds, tokens_per_second(answers[rival], seconds[rival]))
+                for rival in rivals
+            ]
             first_token = statistics.median(seconds[f"{name}, first token"])
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
             sequences = [answer.sequence for answer in answers[name] if answer.sequence]
@@ -204,8 +209,8 @@ def compare(
                 [
                     name,
                     f"{statistics.median(speeds):.1f}",
-                    common.spread(ratios),
-                    *per_forward(sequences, statistics.median(ratios)),
+                    *map(common.spread, ratios),
+                    *per_forward(sequences, statistics.median(ratios[0])),
                     held_ahead(sequences),
                     f"{1000 * first_token / len(prompts):.1f}",
                     gaps(answers[name]),
@@ -213,8 +218,8 @@ def compare(
                     common.accuracy(chat, answers[name], asked),
                 ]
             )
-        head = [f"rows: {rows}", "tok/s", f"x {base} (range)", "tokens/forward"]
-        head += ["positions/forward", "efficiency", "guesses held 1, 2, ... ahead"]
+        head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
+        head += ["tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead"]
         head += ["first token, ms/prompt", "gap p50, p99, ms", f"text of {base}"]
         print(f"\n{common.table([*head, 'accuracy'], lines)}", flush=True)
 
