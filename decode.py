@@ -21,8 +21,10 @@ the tests compare the two. What is unusual here:
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -115,10 +117,11 @@ class Sequence:
 
     def __init__(self, prompt: list[int], config: Config, max_new: int, tau: Tau | None, index=0):
         """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
-        if not prompt or not all(0 <= token < config.vocab_size for token in prompt):
-            raise UserError(f"a prompt must be token ids below {config.vocab_size}, at least one")
-        if max_new < 1:
-            raise UserError(f"max_new {max_new}: must be at least 1")
+        if not is_list_of_tokens(prompt, config.vocab_size):
+            limit = config.vocab_size
+            raise UserError(f"a prompt must be a list of token ids below {limit}, at least one")
+        if not isinstance(max_new, Integral) or max_new < 1:
+            raise UserError(f"max_new {max_new!r}: must be a whole number, at least 1")
         if len(prompt) + max_new > config.max_position_embeddings:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
@@ -185,12 +188,21 @@ class Sequence:
         return kept
 
 
+def is_list_of_tokens(prompt: object, vocab_size: int) -> bool:
+    """At least one, and whole numbers: a float would stop the forward of all rows."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(token, Integral) and 0 <= token < vocab_size for token in prompt)
+
+
 # ------------------------------------------------------------------------------------- acceptance
 
 
 def check_tau(tau: float, metric: str) -> None:
     """Raise UserError for an impossible tau."""
-    if metric == "entropy" and not tau >= 0:
+    if not isinstance(tau, Real):
+        raise UserError(f"tau {tau!r}: must be a number, or a function")
+    if metric == "entropy" and not 0 <= tau < math.inf:
         raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
     if metric != "entropy" and not 0 <= tau <= 1:
         raise UserError(f"tau {tau}: must be between 0 and 1 for the metric {metric}")
@@ -346,12 +358,13 @@ class Decoder:
         last_columns = [max(0, real - 1) for real in num_real]  # 0 in an idle row
         decisions = self.decide(hidden, last_columns, batch)
 
-        # The cache keeps the real tokens that were fed, and guesses that hold. The rest is scratch.
-        self.cache.commit([real + held for real, (_, held) in zip(num_real, decisions)])
         news = []
         for sequence, (accepted, _) in zip(batch, decisions):
             if sequence:
                 news.append((sequence, sequence.take(accepted, width)))
+        # The cache keeps the real tokens that were fed, and guesses that hold. The rest is scratch.
+        # (Last: after an interrupt before it, the next forward feeds these tokens once more.)
+        self.cache.commit([real + held for real, (_, held) in zip(num_real, decisions)])
         return news
 
     def prepare(self, sequence: Sequence, row: int) -> None:

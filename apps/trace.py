@@ -20,6 +20,7 @@ from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.files import all_or_nothing
 from plumbing.sampling import choose
+from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import TextStream, note, print_answer
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
+    exit_on_sigterm()
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
     if args.page.suffix != ".html" or args.page.is_dir():

@@ -242,6 +242,8 @@ def plot_file(name: str) -> Path:
         raise argparse.ArgumentTypeError(f"{name}: must end with .png, .pdf or .svg")
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{name}: there is no directory {file.parent}")
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{name}: is a directory")
     return file
 
 

@@ -16,7 +16,6 @@ import functools
 import json
 import logging
 import os
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -31,7 +30,9 @@ try:
     from lm_eval.tasks import TaskManager
 except ImportError:
     if __name__ == "__main__":
-        sys.exit("error: lm-eval is not installed: pip install -r bench/requirements.txt")
+        from plumbing.errors import stop
+
+        stop("lm-eval is not installed: pip install -r bench/requirements.txt")
     raise
 
 from bench import common
@@ -95,7 +96,11 @@ class Mars(LM):
         if settings.get("do_sample") and settings.get("temperature", 1):
             raise UserError(f"{request.task_name}: samples its answers; this decoder is greedy")
         ids = self.chat.encode(context)
-        room = self.model.config.max_position_embeddings - self.options.max_new
+        positions = self.model.config.max_position_embeddings
+        room = positions - self.options.max_new
+        if room < 1:
+            message = f"--max-new {self.options.max_new}: leaves no room for a prompt"
+            raise UserError(f"{message}, for the model has {positions} positions")
         if len(ids) > room:
             self.counts["cut"] += 1
         return ids[-room:]

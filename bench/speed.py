@@ -219,7 +219,12 @@ def compare(
                 ]
             )
         head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
-        head += ["tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead"]
+        head += [
+            "tokens/forward",
+            "positions/forward",
+            "efficiency",
+            "guesses held 1, 2, ... ahead",
+        ]
         head += ["first token, ms/prompt", "gap p50, p99, ms", f"text of {base}"]
         print(f"\n{common.table([*head, 'accuracy'], lines)}", flush=True)
 

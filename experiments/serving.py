@@ -19,6 +19,7 @@ from decode import Decoder, Options, Sequence, Tau
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.errors import UserError, run_main
+from plumbing.files import atomic_write
 
 
 @dataclass
@@ -121,7 +122,7 @@ def plot(replays: dict[str, Replay], path: Path) -> None:
     bottom.set(ylabel="tau", xlabel="time, in forwards")
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    atomic_write(path, lambda file: figure.savefig(file, dpi=120))
 
 
 def parse_arguments():

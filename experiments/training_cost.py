@@ -34,6 +34,7 @@ from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate
 from plumbing.processes import peak_memory
+from plumbing.signals import exit_on_sigterm
 from train import PADDING, Batch, lay_out, losses, target_weights
 
 FORMS = ("AR SFT", "MARS, 2L", "MARS")
@@ -136,6 +137,10 @@ def alone(function: Callable, *args):
             return pool.submit(function, *args).result()
         except BrokenProcessPool:
             raise UserError("killed, probably for its memory: lower --batch") from None
+        except (KeyboardInterrupt, SystemExit):  # a signal: do not wait for the worker
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
 def compare(args) -> None:
@@ -203,6 +208,7 @@ def parse_arguments():
 
 def main() -> None:
     args = parse_arguments()
+    exit_on_sigterm()
     if args.rows:
         many_rows(args.rows)
     else:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import numbers
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def template_option(text: str) -> tuple[str, object]:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value
 
 
@@ -111,14 +112,27 @@ def read_options(args: argparse.Namespace, options: type) -> object:
     return options(**{f.name: getattr(args, f.name) for f in dataclasses.fields(options)})
 
 
+KINDS = {  # of an option, and what its value may be
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    bool: (bool, "True or False"),
+    str: (str, "a text"),
+}
+
+
 def check_options(options: object) -> None:
-    """Check the ranges and choices of options that were built in Python."""
+    """Check the kinds, ranges and choices of options that were built in Python."""
     for field in dataclasses.fields(options):
         least, below = field.metadata["least"], field.metadata["below"]
         choices = field.metadata["choices"]
         value = getattr(options, field.name)
-        if value is None:
+        kind, description = KINDS[field.metadata["kind"]]
+        if value is None and field.default is None:
             continue
+        if callable(value) and kind is numbers.Real:  # tau may be a function
+            continue
+        if not isinstance(value, kind):
+            raise UserError(f"{field.name} {value!r}: must be {description}")
         if choices and value not in choices:
             names = ", ".join(map(str, choices))
             raise UserError(f"{field.name} {value!r}: must be one of {names}")

@@ -233,9 +233,11 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
 # ---------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("prompt", [[], [2, 8], [-1]])
+@pytest.mark.parametrize(
+    "prompt", [[], [2, 8], [-1], [5.0], ["a"], "abc", [[1, 2]], torch.ones(2)], ids=str
+)
 def test_prompts_that_cannot_run(prompt):
-    with pytest.raises(UserError, match="must be token ids below 8, at least one"):
+    with pytest.raises(UserError, match="must be a list of token ids below 8, at least one"):
         generate(tiny_model(random.Random(0)), [[2], prompt])
 
 
@@ -258,6 +260,15 @@ def test_prompts_that_cannot_run(prompt):
         ({"seed": 2**70}, f"seed {2**70}: must be at least 0 and below {2**62}"),
         ({"seed": -1}, "seed -1"),
         ({"block_cache": 0}, "block_cache 0: must be at least 1"),
+        # Of another kind: they failed later, in torch, or were taken for something else.
+        ({"block": 4.0}, "block 4.0: must be a whole number"),
+        ({"max_new": float("nan")}, "max_new nan: must be a whole number"),
+        ({"verify": True, "groups": 1.5}, "groups 1.5: must be a whole number"),
+        ({"temperature": None}, "temperature None: must be a number"),
+        ({"tau": "0.9"}, "tau '0.9': must be a number"),
+        ({"verify": "no"}, "verify 'no': must be True or False"),
+        ({"metric": None}, "metric None: must be a text"),
+        ({"metric": "entropy", "tau": float("inf")}, "tau inf: must be at least 0"),
         ({"tau": lambda waiting: 7}, "tau 7.0: must be between 0 and 1"),
         ({"verify": True, "block_cache": 8}, "--verify and --block-cache cannot be combined"),
         ({"verify": True, "tau": 0.9}, "--verify takes no --tau"),

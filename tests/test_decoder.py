@@ -6,7 +6,7 @@ import pytest
 from common import cases, endless_model, random_prompt, tiny_model
 from decoding import by_hand, decode_each, outcome
 
-from decode import Decoder, Options, generate
+from decode import Decoder, Options, Sequence, generate
 from plumbing.errors import UserError
 
 WAYS = [{}, {"block_cache": 4}, {"verify": True, "groups": 3}, {"temperature": 1.0}]
@@ -55,8 +55,61 @@ def test_what_just_fits_runs_to_its_end(way):
 def test_a_sequence_has_room_for_a_token(max_new):
     """Less than one new token was taken for the default, or the sequence never ended."""
     decoder = Decoder(endless_model(), Options(), rows=1, longest=300)
-    with pytest.raises(UserError, match=f"max_new {max_new}: must be at least 1"):
+    with pytest.raises(UserError, match=f"max_new {max_new}: must be a whole number, at least 1"):
         decoder.add([2], max_new=max_new)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "prompt, request_options",
+    [
+        ([5.0], {}),  # every later forward failed: embeddings take no floats
+        (["a"], {}),
+        ([2], {"max_new": float("nan")}),  # json.loads gives it; the sequence never ended
+        ([2], {"max_new": 1.5}),
+        ([2], {"max_new": "5"}),
+        ([2], {"tau": "0.5"}),
+        ([2], {"tau": [0.5]}),
+    ],
+)
+def test_a_request_of_a_wrong_kind_is_refused_and_the_others_go_on(prompt, request_options, way):
+    """Some were accepted and stopped the decoder for all; others were a TypeError in `add`."""
+    model = tiny_model(random.Random(5))
+    decoder = Decoder(model, Options(max_new=9, **way), rows=2, longest=64)
+    running = decoder.add([3, 4])
+    decoder.step()
+    with pytest.raises(UserError):
+        decoder.add(prompt, **request_options)
+    list(decoder)
+    assert outcome(running) == alone(model, [3, 4], 0, max_new=9, **way)
+
+
+def interrupted(*_) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("moment", ["take", "commit"])
+def test_an_interrupted_step_loses_no_token(moment, way, monkeypatch):
+    """Ctrl-C after `commit` and before `take`: the cache went on, the text did not."""
+    for seed in cases(3, 30):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(2)]
+        decoder = Decoder(model, Options(max_new=20, **way), rows=2, longest=64)
+        sequences = [decoder.add(prompt) for prompt in prompts]
+        for _ in range(rng.randint(1, 4)):
+            decoder.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Sequence if moment == "take" else type(decoder.cache), moment, interrupted
+            )
+            with pytest.raises(KeyboardInterrupt):
+                decoder.step()
+        list(decoder)
+        for index, (prompt, sequence) in enumerate(zip(prompts, sequences)):
+            tokens, _ = alone(model, prompt, index, max_new=20, **way)
+            assert sequence.tokens == tokens
 
 
 def raising(waiting: int) -> float:

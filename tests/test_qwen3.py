@@ -255,3 +255,6 @@ def test_the_option_reaches_decoding_and_training(thinker, tmp_path):
     assert is_refused(done, "no usable row: 1 ")
     done = command("decode", *words[:2], "--template-option", "mood", "--prompt", "Hi")
     assert is_refused(done, "--template-option: must be NAME=VALUE, not 'mood'")
+    deep = f"mood={'[' * 100000}"  # was a RecursionError
+    words += ["--template-option", deep, "--prompt", "Hi", "--max-new", 9]
+    assert command("decode", *words).status == 0

@@ -13,6 +13,7 @@ import numpy as np
 
 from bench.common import table
 from bench.likelihood import interval
+from plumbing.files import atomic_write
 
 # Ways to decode: a kind and its threshold. Their options are in run.py.
 ONE = "tau 1"
@@ -342,7 +343,7 @@ def draw(results: Results, file: Path, title: str, curves: list[tuple]) -> None:
         axes.annotate(label, (x[-1], y[-1]), color=colour, **place)
         for way, *point in list(zip(ways, x, y))[:-1]:
             axes.annotate(way.split()[-1], point, fontsize=8, color=colour, **BESIDE)
-    figure.savefig(file, dpi=120)
+    atomic_write(file, lambda part: figure.savefig(part, dpi=120))
 
 
 STAGE_1 = {2400: 91.4, 3600: 93.4, 4800: 95.2}  # steps, accuracy in percent: toy/README.md
@@ -367,4 +368,4 @@ def draw_training(results: Results, file: Path) -> None:
         [end] = draw_curve(axes, [x], [results.right((name, ONE))], "o", colour)
         axes.plot([STAGE_1_STEPS, x], [start, end], color=colour)
         axes.annotate(label, (x, end), color=colour, **BESIDE)
-    figure.savefig(file, dpi=120)
+    atomic_write(file, lambda part: figure.savefig(part, dpi=120))

@@ -67,6 +67,13 @@ def test_stop_strings_cut_text_and_tokens_alike(lm):
     assert lm.generate_until([Request(context, until="60")]) == ["The 5 bags hold 5 * 12 = "]
 
 
+def test_answers_so_long_that_no_prompt_fits(lm):
+    """A prompt lost all its tokens, and was then refused for having none."""
+    lm.options = Options(max_new=5000)
+    with pytest.raises(UserError, match="--max-new 5000: leaves no room for a prompt"):
+        lm.generate_until([Request("What is 2 + 2?")])
+
+
 def test_one_token_mode_counts_one(lm):
     lm.options.tau = 1.0
     question = "Tom has 9 pens. He buys 4 more pens. How many pens are there in the end?"

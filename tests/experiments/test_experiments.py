@@ -61,6 +61,13 @@ def test_a_plot_that_cannot_be_written(monkeypatch, name, message):
     assert is_refused(command("experiments.serving", "--plot", name), message)
 
 
+def test_a_plot_is_not_written_over_a_folder(tmp_path):
+    """It was found out after all the work."""
+    folder = tmp_path / "queue.png"
+    folder.mkdir()
+    assert is_refused(command("experiments.serving", "--plot", folder), "is a directory")
+
+
 # ----------------------------------------------------------------------------------------- serving
 
 
