@@ -1,20 +1,21 @@
 """Which recipe makes a real model look ahead: SmolLM2-135M, one factor at a time.
 
     python -m apps.smollm2 experiments/work/recipes/base --unpatched
-    python -m apps.smollm2 experiments/work/recipes/patched    # for the arms `more`
+    python -m apps.smollm2 experiments/work/recipes/new-patch
     python -m experiments.recipes --data train.jsonl input_data.jsonl    # its greedy answers
     python -m experiments.recipes --data train.jsonl input_data.jsonl --sample  # for arm `sample`
     python -m experiments.recipes --train base own batch-1    # and judge: 27 minutes each
     python -m experiments.recipes    # the tables of all that were judged
 
 train.jsonl is GSM8K's (openai/grade-school-math), input_data.jsonl IFEval's. Every arm starts from
-the same model (`more` from one that MARS has trained for long) and sees 1,024 answers. It is judged
-on prompts that no arm has seen: by tokens per forward of `--verify` with all groups and of lower
-taus, by how likely it finds what it says then, and by how well its clean stream predicts the
-answers of the model that all started from, and those of GSM8K. Intervals are over prompts only:
-another seed of the training may differ by more. A training that was interrupted goes on from its
-last checkpoint. Records are kept in experiments/results/recipes. In bfloat16 the answers of the
-model depend on the CPU, so records that were judged by the same answers have a folder of their own.
+the same model and sees 1,024 answers; the arms `more` start from `patched`, a model that MARS has
+trained for long: base with the former patch of smollm2/. All are judged on prompts that no arm has
+seen: by tokens per forward of `--verify` with all groups and of lower taus, by how likely a model
+finds what it says then, and by how well its clean stream predicts the answers of base, and those of
+GSM8K. Intervals are over prompts only: another seed of the training may differ by more. A training
+that was interrupted goes on from its last checkpoint. Records are kept in
+experiments/results/recipes. In bfloat16 the answers of base depend on the CPU, so records that were
+judged by the same answers have a folder of their own.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ PLAN = (
     "--steps 512 --batch 2 --lr 2e-4 --dtype bfloat16 "
     "--batch-tokens 2048 --held-out 32 --save-every 128"
 )
-STARTS = ("base", "patched")  # what the arms start from
+STARTS = ("base", "patched", "new-patch")  # not trained here
 ARMS = {  # options of train.py; the last one of a kind counts
     "own": "--data own.jsonl",
     "sample": "--data sample.jsonl --normalization token",
