@@ -68,8 +68,11 @@ def together(failure: str = "") -> Iterator[None]:
         messages = [None] * dist.get_world_size()
         dist.all_gather_object(messages, message)
         message = next(filter(None, messages), None)
-    if message and not leads():
-        sys.exit(2)  # the first process says why
+    if message and not leads():  # the first process says why
+        # It never joins this: its end makes it fail. When a process ends, torchrun ends all others.
+        with contextlib.suppress(RuntimeError):
+            dist.all_gather_object([None] * dist.get_world_size(), None)
+        sys.exit(2)
     if message:
         raise UserError(message)
 

@@ -133,8 +133,11 @@ def test_a_signal_to_torchrun_saves_and_ends_the_run(tmp_path):
 
 
 def test_what_fails_in_the_second_process_is_said_by_the_first(tmp_path):
-    """In one line. The second alone would end without a word, and torchrun would end the first."""
-    fail = "import model, os, runpy, plumbing.config; from plumbing.errors import UserError\n"
+    """In one line. The second ended at once, so that torchrun ended a slow first one that had said
+    nothing yet."""
+    fail = "import model, os, runpy, time, plumbing.config; from plumbing import errors\n"
+    fail += "from plumbing.errors import UserError; stop = errors.stop\n"
+    fail += "errors.stop = lambda message: (time.sleep(1), stop(message))\n"
     fail += "def read_config(*_): raise UserError('only here')\n"
     fail += "if os.environ['RANK'] == '1': plumbing.config.read_config = read_config\n"
     fail += "runpy.run_path('train.py', run_name='__main__')"
