@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -33,7 +33,14 @@ from torch import Tensor
 from kv_cache import BlockCache, KVCache
 from lossless import Lookup, Lossless
 from model import Config, Qwen2, load
-from plumbing.arguments import Parser, check_options, find_device, option, read_options
+from plumbing.arguments import (
+    Parser,
+    check_options,
+    check_request,
+    find_device,
+    option,
+    read_options,
+)
 from plumbing.attention import FastForward, span_unit
 from plumbing.cpu import use_free_cores
 from plumbing.errors import UserError, run_main
@@ -117,11 +124,7 @@ class Sequence:
 
     def __init__(self, prompt: list[int], config: Config, max_new: int, tau: Tau | None, index=0):
         """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
-        if not is_list_of_tokens(prompt, config.vocab_size):
-            limit = config.vocab_size
-            raise UserError(f"a prompt must be a list of token ids below {limit}, at least one")
-        if not isinstance(max_new, Integral) or max_new < 1:
-            raise UserError(f"max_new {max_new!r}: must be a whole number, at least 1")
+        check_request(prompt, max_new, config.vocab_size)
         if len(prompt) + max_new > config.max_position_embeddings:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
@@ -186,13 +189,6 @@ class Sequence:
         self.accepted.append(len(kept))
         self.positions.append(num_positions)
         return kept
-
-
-def is_list_of_tokens(prompt: object, vocab_size: int) -> bool:
-    """At least one, and whole numbers: a float would stop the forward of all rows."""
-    if not isinstance(prompt, list | tuple) or not prompt:
-        return False
-    return all(isinstance(token, Integral) and 0 <= token < vocab_size for token in prompt)
 
 
 # ------------------------------------------------------------------------------------- acceptance

@@ -141,6 +141,17 @@ def check_options(options: object) -> None:
             raise UserError(f"{field.name} {value}: must be {limit}")
 
 
+def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
+    """Raise UserError for what would stop the forward of all rows: a float among token ids, say."""
+    is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
+    if not is_list or not all(
+        isinstance(token, numbers.Integral) and 0 <= token < vocab_size for token in prompt
+    ):
+        raise UserError(f"a prompt must be a list of token ids below {vocab_size}, at least one")
+    if not isinstance(max_new, numbers.Integral) or max_new < 1:
+        raise UserError(f"max_new {max_new!r}: must be a whole number, at least 1")
+
+
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """`auto` is the first of cuda, mps and cpu that this machine has."""
     available = available_devices()
