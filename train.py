@@ -259,6 +259,20 @@ def share_done(args: argparse.Namespace, step: int, consumed: int, num_rows: int
     return min(1.0, consumed / (args.epochs * num_rows))  # the last step may take a few rows more
 
 
+def add_gradients(model: Qwen2, forwards: list[Batch], args, autocast) -> Tensor:
+    """Those of a step's loss; return its parts (noisy, clean) in this process: (2,)."""
+    is_mars = model.config.block_size is not None
+    size = processes.rank_and_size()[1]
+    sums = torch.zeros(2, device=model.device)
+    for batch in forwards:
+        with autocast:
+            noisy, clean = losses(model, batch.to(model.device), args.mask_weight)
+        loss = noisy + args.ar_weight * clean if is_mars else clean
+        (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
+        sums += torch.stack([noisy, clean]).detach()
+    return sums
+
+
 def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.dtype) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run."""
     rank, size = processes.rank_and_size()
@@ -295,13 +309,8 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            sums = torch.zeros(2, device=model.device)
-            for batch in batches(examples, model.config, args, rank, size, longest):
-                with autocast:
-                    noisy, clean = losses(model, batch.to(model.device), args.mask_weight)
-                loss = noisy + args.ar_weight * clean if is_mars else clean
-                (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
-                sums += torch.stack([noisy, clean]).detach()
+            forwards = batches(examples, model.config, args, rank, size, longest)
+            sums = add_gradients(model, forwards, args, autocast)
             grad_norm = processes.clip_gradients(model, args.clip)
             if not 0 < grad_norm < math.inf:  # NaN, or 0 where hidden states overflow: a dead model
                 what = f"step {step + 1}: the gradient's norm is {grad_norm:g}"

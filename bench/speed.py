@@ -41,6 +41,7 @@ from plumbing.processes import peak_memory
 
 GROUPS = (1, 2, 3, 5)
 RIVALS = ("prompt lookup", "ours, AR")  # of --transformers
+PER_FORWARD = ("tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead")
 # Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its
 # masks; five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
@@ -195,38 +196,27 @@ def compare(
 
         base = next(iter(ways))
         rivals = [base, *(name for name in RIVALS if name in ways)]
+        speeds = {name: tokens_per_second(answers[name], seconds[name]) for name in ways}
         lines = []
         for name in ways:
-            speeds = tokens_per_second(answers[name], seconds[name])
-            ratios = [
-                common.ratios(speeds, tokens_per_second(answers[rival], seconds[rival]))
-                for rival in rivals
-            ]
+            ratios = [common.ratios(speeds[name], speeds[rival]) for rival in rivals]
             first_token = statistics.median(seconds[f"{name}, first token"])
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
-            sequences = [answer.sequence for answer in answers[name] if answer.sequence]
             lines.append(
                 [
                     name,
-                    f"{statistics.median(speeds):.1f}",
+                    f"{statistics.median(speeds[name]):.1f}",
                     *map(common.spread, ratios),
-                    *per_forward(sequences, statistics.median(ratios[0])),
-                    held_ahead(sequences),
+                    *per_forward(answers[name], statistics.median(ratios[0])),
                     f"{1000 * first_token / len(prompts):.1f}",
                     gaps(answers[name]),
                     f"{sum(same) / len(same):.1%}",
                     common.accuracy(chat, answers[name], asked),
                 ]
             )
-        head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
-        head += [
-            "tokens/forward",
-            "positions/forward",
-            "efficiency",
-            "guesses held 1, 2, ... ahead",
-        ]
-        head += ["first token, ms/prompt", "gap p50, p99, ms", f"text of {base}"]
-        print(f"\n{common.table([*head, 'accuracy'], lines)}", flush=True)
+        head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals), *PER_FORWARD]
+        head += ["first token, ms/prompt", "gap p50, p99, ms", f"text of {base}", "accuracy"]
+        print(f"\n{common.table(head, lines)}", flush=True)
 
 
 def tokens_per_second(answers: list[Answer], seconds: list[float]) -> list[float]:
@@ -235,13 +225,15 @@ def tokens_per_second(answers: list[Answer], seconds: list[float]) -> list[float
     return [num_tokens / taken for taken in seconds]
 
 
-def per_forward(sequences: list[Sequence], ratio: float) -> list[str]:
-    """Tokens and positions per forward, and efficiency; empty without sequences."""
+def per_forward(answers: list[Answer], ratio: float) -> list[str]:
+    """What `PER_FORWARD` names; empty for answers of others."""
+    sequences = [answer.sequence for answer in answers if answer.sequence]
     if not sequences:
-        return ["", "", ""]
+        return [""] * len(PER_FORWARD)
     tokens = common.tokens_per_forward(sequences)
     positions = common.positions_per_forward(sequences)
-    return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}"]
+    efficiency = ratio / tokens
+    return [f"{tokens:.2f}", f"{positions:.2f}", f"{efficiency:.2f}", held_ahead(sequences)]
 
 
 def held_ahead(sequences: list[Sequence]) -> str:

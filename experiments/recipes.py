@@ -58,8 +58,12 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "ar-weight-4": "--data own.jsonl --ar-weight 4",
     "sft": "--data own.jsonl --objective sft",
     "expected": "--data own.jsonl --mask-weight expected",
+    "expected-block-6": "--data own.jsonl --mask-weight expected --block 6",
+    "expected-ar-weight-2": "--data own.jsonl --mask-weight expected --ar-weight 2",
     "more": "--data own.jsonl --model patched",
+    "more-seed-1": "--data own.jsonl --model patched --seed 1",
     "more-expected": "--data own.jsonl --model patched --mask-weight expected",
+    "more-expected-seed-1": "--data own.jsonl --model patched --mask-weight expected --seed 1",
 }
 UNSEEN = 32  # prompts of each kind, to judge by
 NUM_GSM8K = 640  # prompts, with the unseen ones
