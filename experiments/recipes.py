@@ -58,13 +58,12 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "ar-weight-4": "--data own.jsonl --ar-weight 4",
     "sft": "--data own.jsonl --objective sft",
     "expected": "--data own.jsonl --mask-weight expected",
-    "expected-block-6": "--data own.jsonl --mask-weight expected --block 6",
-    "expected-ar-weight-2": "--data own.jsonl --mask-weight expected --ar-weight 2",
     "more": "--data own.jsonl --model patched",
     "more-seed-1": "--data own.jsonl --model patched --seed 1",
     "more-expected": "--data own.jsonl --model patched --mask-weight expected",
     "more-expected-seed-1": "--data own.jsonl --model patched --mask-weight expected --seed 1",
 }
+CONTROL = {"more-expected": "more", "more-expected-seed-1": "more-seed-1"}  # of others: own
 UNSEEN = 32  # prompts of each kind, to judge by
 NUM_GSM8K = 640  # prompts, with the unseen ones
 MAX_NEW = 128  # tokens of an answer to train on
@@ -225,12 +224,15 @@ def report(folder: Path) -> str:
             records[arm] = json.loads((folder / f"{arm}.json").read_text())
     if "own" not in records:
         raise UserError(f"{folder}: nothing to compare with: --train own first")
-    head = ["tokens/forward of verify", "gain over own"]
+    head = ["tokens/forward of verify", "gain over own, or over more"]
     for tau in TAUS:
         head += [f"of tau {tau:g}", "its nats"]
     head += ["nats: base's GSM8K, base's IFEval, GSM8K's answers", "KL from base"]
-    own = records["own"]
-    return table(["", *head], [[arm, *cells(record, own)] for arm, record in records.items()])
+    rows = []
+    for arm, record in records.items():
+        control = CONTROL.get(arm, "own")
+        rows.append([arm, *cells(record, records.get(control, records["own"]))])
+    return table(["", *head], rows)
 
 
 def main() -> None:
