@@ -57,7 +57,7 @@ def test_a_conversation(monkeypatch, answers):
     done = converse(monkeypatch, lines, "--tau", 0.8)
     turns = [line for line in done.err.splitlines() if "tokens in" in line]
     assert done.status == 0 and len(turns) == 3
-    assert "3.40 tokens per forward" in turns[0] and " 1.00 tokens per forward" in turns[1]
+    assert "4.64 tokens per forward" in turns[0] and " 1.00 tokens per forward" in turns[1]
     assert done.out.count("The answer is 43.") == 2  # again after /reset
     first, second, third = answers
     assert prompt_of(third) == prompt_of(first)
