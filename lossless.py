@@ -42,7 +42,7 @@ from torch import Tensor
 
 from plumbing.sampling import choose
 
-LEAST_PROBABILITY = 0.05  # guesses and groups that are of use less often are left out
+LEAST_PROBABILITY = 0.2  # guesses and groups that are of use less often are left out
 RUN = 3  # tokens that must have occurred before, for a guess from the text
 MOST_LOOKED_UP = 10  # guesses from the text, at a time
 

@@ -15,11 +15,12 @@ finds what it says then, and by how well its clean stream predicts the answers o
 GSM8K. Intervals are over prompts only: another seed of the training may differ by more. A training
 that was interrupted goes on from its last checkpoint. Records are kept in
 experiments/results/recipes. In bfloat16 the answers of base depend on the CPU, so records that were
-judged by the same answers have a folder of their own.
+judged by the same answers, and by the same judge, have a folder of their own.
 """
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,10 +30,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import lossless
 from bench.common import ROOT, encode, read_problems, table
 from bench.likelihood import predict, read_examples, resampled
 from bench.quality import nats_per_token
 from decode import generate
+from experiments.mask_weights import WEIGHTS
 from model import load
 from plumbing.arguments import Parser, path
 from plumbing.errors import UserError, run_main
@@ -58,6 +61,12 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "ar-weight-4": "--data own.jsonl --ar-weight 4",
     "sft": "--data own.jsonl --objective sft",
     "expected": "--data own.jsonl --mask-weight expected",
+    "expected-ar-weight-2": "--data own.jsonl --mask-weight expected --ar-weight 2",
+    "expected-block-6": "--data own.jsonl --mask-weight expected --block 6",
+    "expected-block-8": "--data own.jsonl --mask-weight expected --block 8",
+    "smoothing-.05": "--data own.jsonl",  # this and the next two: experiments/mask_weights.py
+    "smoothing-1": "--data own.jsonl",
+    "fading": "--data own.jsonl",
     "more": "--data own.jsonl --model patched",
     "more-seed-1": "--data own.jsonl --model patched --seed 1",
     "more-expected": "--data own.jsonl --model patched --mask-weight expected",
@@ -71,6 +80,8 @@ MAX_JUDGED = 96  # and of one to judge by
 OWN = ("gsm8k-own", "ifeval-own")  # the starting model's answers to the unseen prompts
 JUDGED_BY = (*OWN, "gsm8k-gold")
 TAUS = (0.95, 0.8)
+EDITION = 2  # of the judge; edition 1 left out groups below 2 % and had no guesses from the text
+lossless.LEAST_PROBABILITY = 0.05  # in this edition, whatever the decoder's default is now
 
 
 def check_made(*names: str) -> None:
@@ -140,12 +151,15 @@ def run_arm(arm: str) -> None:
     if arm not in STARTS:
         options = ARMS[arm].split()
         check_made(options[1])  # what --data names
-        words = [sys.executable, ROOT / "train.py", "--model", "base", "--out", arm, "--resume"]
-        done = subprocess.run([*words, *PLAN.split(), *options], cwd=WORK)
+        program = ["-m", "experiments.mask_weights", arm] if arm in WEIGHTS else ["-m", "train"]
+        words = [sys.executable, *program, "--model", "base", "--out", arm, "--resume"]
+        here = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*words, *PLAN.split(), *options], cwd=WORK, env=here)
         if done.returncode:
             sys.exit(done.returncode)  # train.py has said why
     text = json.dumps(judge(WORK / arm)) + "\n"
-    folder = RECORDS / str(JsonlFile(WORK / f"{OWN[0]}.jsonl").checksum)
+    answers = JsonlFile(WORK / f"{OWN[0]}.jsonl")
+    folder = RECORDS / f"{answers.checksum}-{EDITION}"
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / f"{arm}.json", lambda file: file.write_text(text))
 
