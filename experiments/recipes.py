@@ -72,7 +72,16 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "more-expected": "--data own.jsonl --model patched --mask-weight expected",
     "more-expected-seed-1": "--data own.jsonl --model patched --mask-weight expected --seed 1",
 }
-CONTROL = {"more-expected": "more", "more-expected-seed-1": "more-seed-1"}  # of others: own
+CONTROL = {  # what an arm is compared with, if not with own
+    "expected-ar-weight-2": "expected",
+    "expected-block-6": "expected",
+    "expected-block-8": "expected",
+    "smoothing-.05": "expected",
+    "smoothing-1": "expected",
+    "fading": "expected",
+    "more-expected": "more",
+    "more-expected-seed-1": "more-seed-1",
+}
 UNSEEN = 32  # prompts of each kind, to judge by
 NUM_GSM8K = 640  # prompts, with the unseen ones
 MAX_NEW = 128  # tokens of an answer to train on
@@ -81,7 +90,7 @@ OWN = ("gsm8k-own", "ifeval-own")  # the starting model's answers to the unseen 
 JUDGED_BY = (*OWN, "gsm8k-gold")
 TAUS = (0.95, 0.8)
 EDITION = 2  # of the judge; edition 1 left out groups below 2 % and had no guesses from the text
-lossless.LEAST_PROBABILITY = 0.05  # in this edition, whatever the decoder's default is now
+LEAST_PROBABILITY = 0.05  # of a group in this edition, whatever the decoder's default is now
 
 
 def check_made(*names: str) -> None:
@@ -209,11 +218,14 @@ def gain(record: dict, other: dict) -> tuple[float, float, float]:
     return gains[0], *np.quantile(gains[1:], [0.025, 0.975])
 
 
-def cells(record: dict, reference: dict) -> list[str]:
+def cells(record: dict, control: str, reference: dict) -> list[str]:
     both = [f"{rate(record, name, np.ones(UNSEEN)):.2f}" for name in OWN]
-    mean, low, high = gain(record, reference)
     row = [", ".join(both)]
-    row.append("" if record is reference else f"{mean:+.0%} ({low:+.0%} to {high:+.0%})")
+    if record is reference:
+        row.append("")
+    else:
+        mean, low, high = gain(record, reference)
+        row.append(f"{mean:+.0%} ({low:+.0%} to {high:+.0%}) over {control}")
     for tau in TAUS:
         row += cells_of_tau(record, f"tau {tau:g}")
     nats = [f"{sum(record[name]['nats']) / sum(record[name]['tokens']):.3f}" for name in JUDGED_BY]
@@ -238,14 +250,16 @@ def report(folder: Path) -> str:
             records[arm] = json.loads((folder / f"{arm}.json").read_text())
     if "own" not in records:
         raise UserError(f"{folder}: nothing to compare with: --train own first")
-    head = ["tokens/forward of verify", "gain over own, or over more"]
+    head = ["tokens/forward of verify", "gain, 95 %"]
     for tau in TAUS:
         head += [f"of tau {tau:g}", "its nats"]
     head += ["nats: base's GSM8K, base's IFEval, GSM8K's answers", "KL from base"]
     rows = []
     for arm, record in records.items():
         control = CONTROL.get(arm, "own")
-        rows.append([arm, *cells(record, records.get(control, records["own"]))])
+        if control not in records:
+            control = "own"
+        rows.append([arm, *cells(record, control, records[control])])
     return table(["", *head], rows)
 
 
@@ -260,6 +274,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.sample and not args.data:
         parser.error("--sample goes with --data")
+    lossless.LEAST_PROBABILITY = LEAST_PROBABILITY
     if args.data:
         make_data(*args.data, args.sample)
     for arm in args.train or []:

@@ -1,12 +1,13 @@
 """experiments.recipes: what is trained on and judged by, the gain by hand, and what is refused."""
 
 import json
+import sys
 
 import pytest
 from common import ROOT
 
 import train
-from experiments import recipes
+from experiments import mask_weights, recipes
 from plumbing.errors import UserError
 
 own_answers = recipes.own_answers
@@ -113,6 +114,30 @@ def test_every_arm_is_understood():
     for words in recipes.ARMS.values():
         assert words.startswith("--data ")  # run_arm looks for the file that follows
         train.parse_arguments([*recipes.PLAN.split(), *words.split()])
+    assert mask_weights.WEIGHTS.keys() <= recipes.ARMS.keys()
+
+
+def test_a_weight_that_fades(monkeypatch):
+    """From `expected` to 1, by the share of the run that the learning rate is asked for."""
+    monkeypatch.setattr(train, "learning_rate", train.learning_rate)
+    monkeypatch.setattr(train, "expected_weights", lambda factor: factor)
+    mask_weights.fade()
+    for progress, expected in ((0.0, 3.0), (0.25, 2.5), (1.0, 1.0)):
+        train.learning_rate(peak=1.0, progress=progress, warmup=0.03)
+        assert train.expected_weights(3.0) == expected
+
+
+def test_a_smoothing_trains(monkeypatch):
+    """The program sets it and hands the other words to train.py."""
+    monkeypatch.setattr(train, "SMOOTHING", train.SMOOTHING)
+    seen = []
+    monkeypatch.setattr(train, "main", lambda: seen.append((train.SMOOTHING, sys.argv[1:])))
+    monkeypatch.setattr(sys, "argv", ["mask_weights.py", "smoothing-1", "--data", "x.jsonl"])
+    mask_weights.main()
+    assert seen == [(1.0, ["--data", "x.jsonl", "--mask-weight", "expected"])]
+    monkeypatch.setattr(sys, "argv", ["mask_weights.py", "--data", "x.jsonl"])
+    with pytest.raises(UserError, match="first argument must be one of: smoothing-.05"):
+        mask_weights.main()
 
 
 def test_what_is_missing_is_named(data, monkeypatch):
