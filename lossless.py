@@ -36,6 +36,7 @@ decides, and the guesses that held are what the cache keeps besides the real tok
 
 import itertools
 import operator
+from os.path import commonprefix  # of any two lists
 
 import torch
 from torch import Tensor
@@ -120,7 +121,9 @@ class Lossless:
                 self.plan(sequence, chances[row][1 : 1 + count])
                 if self.looks_up:
                     text = sequence.text + accepted
-                    sequence.guesses += sequence.lookup.guesses(text, sequence.guesses, held[row])
+                    sequence.guesses = sequence.guesses + sequence.lookup.guesses(
+                        text, sequence.guesses
+                    )
         return decisions
 
     def choose(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
@@ -171,29 +174,37 @@ class Lossless:
 class Lookup:
     """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
 
-    They are cut to twice as many as held the last time, but not below one. So a text that does not
-    repeat itself costs hardly a position, and one that does soon gets MOST_LOOKED_UP.
+    They are cut to twice as many as were right the last time, but not below one. So a text that
+    does not repeat itself costs hardly a position, and one that does soon gets MOST_LOOKED_UP.
     """
 
     def __init__(self):
         self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
         self.num_read = RUN
         self.most = MOST_LOOKED_UP
-        self.num_before = 0  # guesses of masks, which come first in the feed
-        self.num_offered = 0  # guesses from the text after them
+        self.place = 0  # in the text, of the former guesses: those of masks, then what was found
+        self.from_masks: list[int] = []
+        self.found: list[int] = []  # before the cut
 
-    def guesses(self, text: list[int], from_masks: list[int], num_held: int) -> list[int]:
-        """What comes after a text and the masks' guesses; num_held: of the former guesses."""
-        if self.num_offered and num_held >= self.num_before:  # else they were not tried
-            self.most = min(MOST_LOOKED_UP, max(1, 2 * (num_held - self.num_before)))
-        self.num_before = len(from_masks)
+    def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
+        """What comes after a text and the masks' guesses."""
+        self.judge(text)
         for place in range(self.num_read, len(text)):
             self.place_after[tuple(text[place - RUN : place])] = place
         self.num_read = len(text)
         place = self.place_after.get(tuple((text + from_masks)[-RUN:]), len(text))
-        found = text[place : place + self.most]
-        self.num_offered = len(found)
-        return found
+        self.place = len(text)
+        self.from_masks = from_masks
+        self.found = text[place : place + MOST_LOOKED_UP]
+        return self.found[: self.most]
+
+    def judge(self, text: list[int]) -> None:
+        """Set how many to offer, by what came in the place of those that were found last."""
+        came = text[self.place :]
+        num_masks = len(self.from_masks)
+        if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
+            num_right = len(commonprefix([came[num_masks:], self.found]))
+            self.most = min(MOST_LOOKED_UP, max(1, 2 * num_right))
 
 
 def count_held(ar_tokens: list[int], guesses: list[int]) -> int:

@@ -39,7 +39,7 @@ from plumbing.config import config_json
 from plumbing.errors import run_main
 from plumbing.processes import peak_memory
 
-GROUPS = (1, 2, 3, 5)
+GROUPS = (1, 2)
 RIVALS = ("prompt lookup", "ours, AR")  # of --transformers
 PER_FORWARD = ("tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead")
 # Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its

@@ -21,6 +21,7 @@ def alone(model, prompt: list[int], index: int, **options) -> tuple[list[int], l
     return outcome(sequence)
 
 
+@pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_prompt_that_is_too_long_is_refused_and_the_others_go_on(way):
     """It was accepted. At its turn the cache had no room for it, and every later step raised the

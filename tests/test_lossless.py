@@ -160,19 +160,30 @@ def test_a_decoder_knows_whether_it_is_a_batch_on_a_cpu():
 
 
 def test_lookup_by_hand():
-    """What followed the last a b c; twice as many as held the last time, but one at least."""
+    """What followed the last a b c; twice as many as were right the last time, but one at least."""
     lookup = Lookup()
     a, b, c, x, y = 2, 3, 4, 5, 6
     text = [a, b, c, x, x, a, b, c, y, x, y, x]
-    assert lookup.guesses(text, [], num_held=0) == []  # x y x is new
-    assert lookup.guesses([*text, a, b, c], [], 0) == [y, x, y, x, a, b, c]  # not x x a ...
-    # Two of them held, then came b: twice as many are guessed after the masks' guess c.
-    text += [a, b, c, y, x, a, b]
-    assert lookup.guesses(text, [c], num_held=2) == [y, x, a, b]
-    assert lookup.guesses([*text, x], [a, b, c], num_held=0) == [y, x, a, b]  # were not tried
-    text += [x, a, b, c, a, b]
-    assert lookup.guesses(text, [c], num_held=3) == [a]  # were tried, and failed
-    assert lookup.guesses([*text, c], [], num_held=2) == [a, b]  # one held
+    assert lookup.guesses(text, []) == []  # x y x is new
+    text += [a, b, c]
+    assert lookup.guesses(text, []) == [y, x, y, x, a, b, c]  # not x x a ...
+    text += [y, x, a]  # two of them were right, so four are offered, if there are
+    assert lookup.guesses(text, [b, c]) == [y, x, a]
+    text += [x]  # not b: what was offered after b c says nothing
+    assert lookup.guesses(text, [a, b, c]) == [y, x, a, x]
+    text += [a, b, c, x]  # not y: one is offered now
+    assert lookup.guesses(text, [y, b, c, y]) == [x]
+    text += [y, b, c, y, x, a, b]  # x came, and a, which was not offered
+    assert lookup.guesses(text, [c]) == [x, y, b, c]
+
+
+def test_a_lookup_that_is_not_reached_is_not_judged():
+    """The text ends with the masks' guesses: nothing came in the place of what was found."""
+    lookup = Lookup()
+    text = [2, 3, 4, 5, 5, 2, 3]
+    assert lookup.guesses(text, [4]) == [5, 5, 2, 3]
+    assert lookup.guesses([*text, 4], []) == [5, 5, 2, 3, 4]
+    assert lookup.most == lossless.MOST_LOOKED_UP
 
 
 def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):

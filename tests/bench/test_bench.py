@@ -223,7 +223,6 @@ def test_the_table_of_lossless_speeds():
     positions = {name: number(cells[3]) for name, cells in table.items()}
     assert status == 0 and per_forward["AR"] == positions["AR"] == 1
     assert per_forward["verify"] > per_forward["tau 0.95"] > 2
-    assert per_forward["verify"] == per_forward["verify, groups 5"]  # one row
     assert per_forward["verify"] > per_forward["verify, groups 1"]
     assert 25 > positions["verify"] > positions["verify, groups 1"]
     for name, cells in table.items():
