@@ -121,9 +121,7 @@ class Lossless:
                 self.plan(sequence, chances[row][1 : 1 + count])
                 if self.looks_up:
                     text = sequence.text + accepted
-                    sequence.guesses = sequence.guesses + sequence.lookup.guesses(
-                        text, sequence.guesses
-                    )
+                    sequence.guesses += sequence.lookup.guesses(text, sequence.guesses)
         return decisions
 
     def choose(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
@@ -194,7 +192,7 @@ class Lookup:
         self.num_read = len(text)
         place = self.place_after.get(tuple((text + from_masks)[-RUN:]), len(text))
         self.place = len(text)
-        self.from_masks = from_masks
+        self.from_masks = list(from_masks)
         self.found = text[place : place + MOST_LOOKED_UP]
         return self.found[: self.most]
 
