@@ -35,7 +35,6 @@ from bench.common import ROOT, encode, read_problems, table
 from bench.likelihood import predict, read_examples, resampled
 from bench.quality import nats_per_token
 from decode import generate
-from experiments.mask_weights import WEIGHTS
 from model import load
 from plumbing.arguments import Parser, path
 from plumbing.errors import UserError, run_main
@@ -61,26 +60,31 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "ar-weight-4": "--data own.jsonl --ar-weight 4",
     "sft": "--data own.jsonl --objective sft",
     "expected": "--data own.jsonl --mask-weight expected",
-    "expected-ar-weight-2": "--data own.jsonl --mask-weight expected --ar-weight 2",
-    "expected-block-6": "--data own.jsonl --mask-weight expected --block 6",
-    "expected-block-8": "--data own.jsonl --mask-weight expected --block 8",
-    "smoothing-.05": "--data own.jsonl",  # this and the next two: experiments/mask_weights.py
-    "smoothing-1": "--data own.jsonl",
-    "fading": "--data own.jsonl",
     "more": "--data own.jsonl --model patched",
     "more-seed-1": "--data own.jsonl --model patched --seed 1",
     "more-expected": "--data own.jsonl --model patched --mask-weight expected",
     "more-expected-seed-1": "--data own.jsonl --model patched --mask-weight expected --seed 1",
+    "more-fading-seed-1": "--data own.jsonl --model patched --seed 1",
+    "more-smoothing-1-seed-1": "--data own.jsonl --model patched --seed 1",
+    "more-smoothing-.05-seed-1": "--data own.jsonl --model patched --seed 1",
+    "more-block-6-seed-1": "--data own.jsonl --model patched --seed 1 --block 6",
+    "more-expected-block-6-seed-1": (
+        "--data own.jsonl --model patched --seed 1 --block 6 --mask-weight expected"
+    ),
+}
+WEIGHTS = {  # arms that experiments/mask_weights.py trains, with these weights of guesses
+    "more-fading-seed-1": "fading",
+    "more-smoothing-1-seed-1": "smoothing-1",
+    "more-smoothing-.05-seed-1": "smoothing-.05",
 }
 CONTROL = {  # what an arm is compared with, if not with own
-    "expected-ar-weight-2": "expected",
-    "expected-block-6": "expected",
-    "expected-block-8": "expected",
-    "smoothing-.05": "expected",
-    "smoothing-1": "expected",
-    "fading": "expected",
     "more-expected": "more",
     "more-expected-seed-1": "more-seed-1",
+    "more-fading-seed-1": "more-seed-1",
+    "more-smoothing-1-seed-1": "more-seed-1",
+    "more-smoothing-.05-seed-1": "more-seed-1",
+    "more-block-6-seed-1": "more-seed-1",
+    "more-expected-block-6-seed-1": "more-seed-1",
 }
 UNSEEN = 32  # prompts of each kind, to judge by
 NUM_GSM8K = 640  # prompts, with the unseen ones
@@ -160,7 +164,9 @@ def run_arm(arm: str) -> None:
     if arm not in STARTS:
         options = ARMS[arm].split()
         check_made(options[1])  # what --data names
-        program = ["-m", "experiments.mask_weights", arm] if arm in WEIGHTS else ["-m", "train"]
+        program = ["-m", "train"]
+        if arm in WEIGHTS:
+            program = ["-m", "experiments.mask_weights", WEIGHTS[arm]]
         words = [sys.executable, *program, "--model", "base", "--out", arm, "--resume"]
         here = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run([*words, *PLAN.split(), *options], cwd=WORK, env=here)
@@ -218,14 +224,13 @@ def gain(record: dict, other: dict) -> tuple[float, float, float]:
     return gains[0], *np.quantile(gains[1:], [0.025, 0.975])
 
 
-def cells(record: dict, control: str, reference: dict) -> list[str]:
-    both = [f"{rate(record, name, np.ones(UNSEEN)):.2f}" for name in OWN]
-    row = [", ".join(both)]
-    if record is reference:
-        row.append("")
-    else:
-        mean, low, high = gain(record, reference)
-        row.append(f"{mean:+.0%} ({low:+.0%} to {high:+.0%}) over {control}")
+def gain_over(record: dict, control: str, reference: dict) -> str:
+    mean, low, high = gain(record, reference)
+    return f"{mean:+.0%} ({low:+.0%} to {high:+.0%}) over {control}"
+
+
+def cells(record: dict) -> list[str]:
+    row = []
     for tau in TAUS:
         row += cells_of_tau(record, f"tau {tau:g}")
     nats = [f"{sum(record[name]['nats']) / sum(record[name]['tokens']):.3f}" for name in JUDGED_BY]
@@ -248,18 +253,17 @@ def report(folder: Path) -> str:
     for arm in (*STARTS, *ARMS):
         if (folder / f"{arm}.json").exists():
             records[arm] = json.loads((folder / f"{arm}.json").read_text())
-    if "own" not in records:
-        raise UserError(f"{folder}: nothing to compare with: --train own first")
     head = ["tokens/forward of verify", "gain, 95 %"]
     for tau in TAUS:
         head += [f"of tau {tau:g}", "its nats"]
     head += ["nats: base's GSM8K, base's IFEval, GSM8K's answers", "KL from base"]
     rows = []
     for arm, record in records.items():
+        both = [f"{rate(record, name, np.ones(UNSEEN)):.2f}" for name in OWN]
         control = CONTROL.get(arm, "own")
-        if control not in records:
-            control = "own"
-        rows.append([arm, *cells(record, control, records[control])])
+        has_control = control in records and control != arm
+        gained = gain_over(record, control, records[control]) if has_control else ""
+        rows.append([arm, ", ".join(both), gained, *cells(record)])
     return table(["", *head], rows)
 
 

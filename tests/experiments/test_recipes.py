@@ -114,7 +114,8 @@ def test_every_arm_is_understood():
     for words in recipes.ARMS.values():
         assert words.startswith("--data ")  # run_arm looks for the file that follows
         train.parse_arguments([*recipes.PLAN.split(), *words.split()])
-    assert mask_weights.WEIGHTS.keys() <= recipes.ARMS.keys()
+    assert recipes.WEIGHTS.keys() < recipes.ARMS.keys()
+    assert set(recipes.WEIGHTS.values()) == mask_weights.WEIGHTS.keys()
 
 
 def test_a_weight_that_fades(monkeypatch):
