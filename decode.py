@@ -45,7 +45,7 @@ from plumbing.attention import FastForward, span_unit
 from plumbing.cpu import use_free_cores
 from plumbing.errors import UserError, run_main
 from plumbing.packing import round_up
-from plumbing.sampling import choose
+from plumbing.sampling import with_dice
 from plumbing.scheduler import Scheduler
 from plumbing.terminal import note, print_answer
 
@@ -98,7 +98,7 @@ class Options:
     groups: int | None = option(
         None,
         "with --verify: the largest number of groups of masks in a forward, as docs/lossless.md "
-        "has them (default: all likely ones; one in a batch on a CPU; all at a temperature)",
+        "has them (default: all likely ones; one in a batch on a CPU)",
         int,
         least=1,
     )
@@ -418,7 +418,8 @@ class Decoder:
         columns = [list(range(last, last + max(num_candidates))) for last in last_columns]
         logits = self.forward.logits_at(hidden, torch.tensor(columns, device=hidden.device))
         ahead = [0] * len(batch)  # of each row: its first candidate comes right after its text
-        candidates = choose(logits, batch, options.temperature, options.seed, ahead)  # (R, C)
+        scores = with_dice(logits, batch, options.temperature, options.seed, ahead)
+        candidates = scores.argmax(-1)  # (R, C)
         confidence = confidences(logits.softmax(-1), candidates, options.metric)
         taus = [sequence.tau if sequence else 1.0 for sequence in batch]
         tau = torch.tensor(taus, device=hidden.device, dtype=confidence.dtype)

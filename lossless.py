@@ -41,7 +41,7 @@ from os.path import commonprefix  # of any two lists
 import torch
 from torch import Tensor
 
-from plumbing.sampling import choose
+from plumbing.sampling import with_dice
 
 LEAST_PROBABILITY = 0.2  # guesses and groups that are of use less often are left out
 RUN = 3  # tokens that must have occurred before, for a guess from the text
@@ -61,10 +61,8 @@ class Lossless:
         self.temperature = options.temperature
         self.seed = options.seed
         self.most_groups = options.groups or block + 1
-        if is_batch_on_cpu and not options.groups and self.temperature == 0:
+        if is_batch_on_cpu and not options.groups:
             self.most_groups = 1  # every row is as wide as the widest, and each position costs
-        # Guess and check share their dice: improbable guesses often hold.
-        self.keeps_all = self.temperature > 0 and not options.groups
         self.looks_up = not is_batch_on_cpu
         self.widest = 1 + block + (block + 1) * block  # a token, B guesses, B + 1 groups
         if self.looks_up:
@@ -102,13 +100,16 @@ class Lossless:
         columns = [list(range(last, last + num_columns)) for last in last_columns]
         columns = torch.tensor(columns, device=hidden.device)
         logits = model.logits_at(hidden, columns)  # (R, 1 + guesses, V): after x, g1, g2, ...
-        ar_tokens = self.choose(logits, batch, ahead=[0] * len(batch)).tolist()
+        ar_tokens = self.scores(logits, batch, ahead=[0] * len(batch)).argmax(-1).tolist()
         held = [count_held(*row) for row in zip(ar_tokens, guesses)]
 
         columns = self.candidate_columns(last_columns, batch, held)
         logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-        candidates = self.choose(logits, batch, ahead=held)  # (R, 1 + B)
-        chances = logits.softmax(-1).gather(-1, candidates[..., None])[..., 0].tolist()
+        scores = self.scores(logits, batch, ahead=held)
+        candidates = scores.argmax(-1)  # (R, 1 + B)
+        # How likely a candidate is AR's choice. (At a temperature AR will roll the same dice, so a
+        # score that leads by far leads there, too, however improbable its token is.)
+        chances = scores.softmax(-1).amax(-1).tolist()
 
         decisions = []
         for row, (sequence, new) in enumerate(zip(batch, candidates.tolist())):
@@ -124,8 +125,8 @@ class Lossless:
                     sequence.guesses += sequence.lookup.guesses(text, sequence.guesses)
         return decisions
 
-    def choose(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
-        return choose(logits, batch, self.temperature, self.seed, ahead)
+    def scores(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
+        return with_dice(logits, batch, self.temperature, self.seed, ahead)
 
     def candidate_columns(
         self, last_columns: list[int], batch: list, held: list[int]
@@ -156,11 +157,8 @@ class Lossless:
     def plan(self, sequence, chances: list[float]) -> None:
         """Keep the new guesses that are worth a position, and set the groups to feed with them.
 
-        chances: for each guess its probability, if all guesses before it hold.
+        chances: of each guess, how likely it holds if all guesses before it do.
         """
-        if self.keeps_all:
-            sequence.groups = list(range(len(sequence.guesses) + 1))
-            return
         num_worth = 0
         for all_so_far in itertools.accumulate(chances, operator.mul):
             if all_so_far >= LEAST_PROBABILITY:

@@ -19,7 +19,7 @@ from plumbing.attention import FastForward
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.files import all_or_nothing
-from plumbing.sampling import choose
+from plumbing.sampling import with_dice
 from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import TextStream, note, print_answer
 
@@ -60,7 +60,7 @@ class TracedDecoder(Decoder):
             seen = best_group(facts["groups"], held)
             first = self.block if seen is None else held - seen
             candidates = candidates[1 : 1 + max(0, self.block - first)]  # 0: AR's own token
-            passed = sequence.lookup.num_before
+            passed = len(sequence.lookup.from_masks)
             facts |= {"first": first, "looked_up": self.labels(sequence.guesses[passed:])}
         facts |= {"held": held, "tokens": tokens, "candidates": candidates, "passed": passed}
         self.forwards.append(facts)
@@ -70,9 +70,12 @@ class TracedDecoder(Decoder):
         """Each candidate and how sure the model was of it."""
         options = self.options
         logits = self.forward.logits  # (1, C, V)
-        tokens = choose(logits, [sequence], options.temperature, options.seed, [held])
-        metric = "probability" if options.verify else options.metric
-        sure = confidences(logits.softmax(-1), tokens, metric)
+        scores = with_dice(logits, [sequence], options.temperature, options.seed, [held])
+        tokens = scores.argmax(-1)
+        if options.verify:
+            sure = scores.softmax(-1).amax(-1)  # how likely a guess holds
+        else:
+            sure = confidences(logits.softmax(-1), tokens, options.metric)
         return list(zip(self.labels(tokens[0].tolist()), sure[0].tolist()))
 
     def labels(self, tokens: list[int]) -> list[str]:

@@ -40,7 +40,7 @@ def gap_between_best(
 ) -> float:
     """The difference of the two best scores for what follows the first tokens of an answer's text.
 
-    The scores are those of sampling.choose: logits, and at a temperature T also T times the dice.
+    The scores are those of sampling.with_dice: logits, at a temperature T with T times the dice.
     """
     ids = torch.tensor([answer.text[:num_tokens]], device=model.device)
     positions = torch.arange(num_tokens, device=model.device)[None]

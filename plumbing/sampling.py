@@ -1,4 +1,4 @@
-"""Choose a token from logits: the best one, or at a temperature a draw with dice of its own."""
+"""Sampling: a token is the best of its scores, at a temperature with dice of its place."""
 
 import hashlib
 
@@ -6,22 +6,26 @@ import torch
 from torch import Tensor
 
 
-def choose(logits: Tensor, batch: list, temperature: float, seed: int, ahead: list[int]) -> Tensor:
-    """The best tokens (R, C) of logits (R, C, V); at a temperature T > 0, draws from p^(1/T).
+def with_dice(
+    logits: Tensor, batch: list, temperature: float, seed: int, ahead: list[int]
+) -> Tensor:
+    """Scores (R, C, V) from logits (R, C, V); the token with the best score is the one to take.
+
+    They are the logits, at a temperature T > 0 with T times the dice of their place. Then the best
+    is a draw from p^(1/T): so is the best of logits / T + dice, but T may be tiny.
 
     Column c of a row is for the place len(text) + ahead + c of its sequence in `batch`. (A row
     without a sequence is None.)
     """
     if temperature == 0:
-        return logits.argmax(-1)
+        return logits
     noise = torch.zeros_like(logits)
     for of_row, sequence, num_ahead in zip(noise, batch, ahead):
         if sequence:
             place = len(sequence.text) + num_ahead
             for position, of_column in enumerate(of_row, start=place):
                 of_column += dice(seed, sequence.index, position, of_column)
-    # The best of logits / T + noise is a draw. (T may be tiny, so both are multiplied by it.)
-    return (logits + temperature * noise).argmax(-1)
+    return logits + temperature * noise
 
 
 def dice(seed: int, index: int, position: int, like: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from decode import Decoder, Options, Sequence, generate
 from lossless import Lookup, Lossless, count_held, likely_groups
 from model import load
 from plumbing.errors import UserError
-from plumbing.sampling import choose, dice
+from plumbing.sampling import dice, with_dice
 
 
 def lossless_of(block: int, is_batch_on_cpu=False, **options) -> Lossless:
@@ -116,8 +116,7 @@ def test_likely_groups_by_hand():
 
 def test_what_is_kept_by_hand():
     """Guesses that hold with a probability of .2 and more, all before them included; and groups:
-    all that are likely at one row, one in a batch on a CPU. At a temperature, where guess and check
-    share their dice, everything, unless --groups says otherwise."""
+    all that are likely at one row, one in a batch on a CPU."""
 
     def kept(chances: list[float], is_batch=False, **options) -> tuple[list[int], list[int]]:
         sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=20, tau=None)
@@ -134,9 +133,6 @@ def test_what_is_kept_by_hand():
     assert kept(even, is_batch=True) == ([3, 4, 5], [3])
     assert kept(even, is_batch=True, groups=2) == ([3, 4, 5], [0, 3])
     assert kept(even, groups=1) == ([3, 4, 5], [3])
-    assert kept([0.5, 0.01], temperature=1.0) == ([3, 4], [0, 1, 2])
-    assert kept([0.5, 0.01], is_batch=True, temperature=1.0) == ([3, 4], [0, 1, 2])
-    assert kept([0.5, 0.01], temperature=1.0, groups=1) == ([3], [0])
 
 
 def test_there_is_always_a_group():
@@ -227,13 +223,26 @@ def groups_by_hand(chances: list[float], most: int) -> list[int]:
     return [j for j in ranked[:most] if odds[j] >= RARE]
 
 
-def guessed_by_hand(model, prompt: list[int], block: int, max_new: int, groups: int):
-    """Greedy AR, token by token, and the forwards that guessing would have taken; no cache.
+def guessed_by_hand(
+    model,
+    prompt: list[int],
+    block: int,
+    max_new: int,
+    groups: int,
+    temperature=0.0,
+    seed=0,
+    index=0,
+):
+    """AR, token by token, and the forwards that guessing would have taken; no cache.
 
     A forward goes on for as long as AR says what had been guessed. Then the masks that saw the most
     of these guesses, and no others, guess what comes after the last token: all of them if they saw
     all that held, else without the first few. Guesses that hold too rarely are dropped.
     """
+
+    def with_dice_of(pos: int, logits):
+        return logits + temperature * dice(seed, index, pos, logits)
+
     tokens = []
     accepted = []
     widths = []
@@ -244,7 +253,8 @@ def guessed_by_hand(model, prompt: list[int], block: int, max_new: int, groups: 
         num_fed = 1 if tokens else len(prompt)  # the last token; what held before is cached
         widths.append(num_fed + len(guesses) + len(masked) * block)
         while True:
-            tokens.append(logits_after(model, prompt + tokens, 0)[0].argmax().item())
+            [logits] = logits_after(model, prompt + tokens, 0)
+            tokens.append(with_dice_of(len(prompt + tokens), logits).argmax().item())
             if tokens[-1] == EOS or len(tokens) == max_new or guesses[:1] != tokens[-1:]:
                 break
             guesses = guesses[1:]
@@ -254,13 +264,22 @@ def guessed_by_hand(model, prompt: list[int], block: int, max_new: int, groups: 
         ahead = []
         if seen is not None:
             text = prompt + tokens[: num_before + seen]
-            best = logits_after(model, text, block).softmax(-1).max(-1)
-            ahead = list(zip(best.values.tolist(), best.indices.tolist()))[1 + held - seen :]
+            for pos, logits in enumerate(logits_after(model, text, block), start=len(text)):
+                chance, token = with_dice_of(pos, logits).softmax(-1).max(-1)
+                ahead.append((chance.item(), token.item()))
+            ahead = ahead[1 + held - seen :]
         while math.prod(chance for chance, _ in ahead) < RARE:
             ahead.pop()
         guesses = [token for _, token in ahead]
         masked = groups_by_hand([chance for chance, _ in ahead], groups)
     return tokens, accepted, widths
+
+
+def alone_in_its_row(model, prompt: list[int], index: int, options: dict) -> Sequence:
+    decoder = Decoder(model, Options(verify=True, **options), 1, len(prompt) + options["max_new"])
+    sequence = decoder.add(prompt, index=index)
+    list(decoder)
+    return sequence
 
 
 @pytest.mark.usefixtures("without_lookup")
@@ -281,11 +300,12 @@ def test_text_and_forwards_by_hand(monkeypatch):
         prompts = [random_prompt(rng, prompt_length(rng)) for _ in range(4)]
         options = {"block": block, "max_new": rng.choice([1, 2, 7, 20, 40])}
         options["groups"] = rng.randint(1, block + 1)
+        options |= {"temperature": rng.choice([0.0, 0.5, 1.0]), "seed": seed}
         rows = rng.randint(1, 6)
-        for prompt, result in zip(prompts, generate(model, prompts, rows, verify=True, **options)):
-            expected = guessed_by_hand(model, prompt, **options)
+        for index, result in enumerate(generate(model, prompts, rows, verify=True, **options)):
+            expected = guessed_by_hand(model, prompts[index], index=index, **options)
             assert outcome(result) == expected[:2], (seed, options)
-            [alone] = generate(model, [prompt], verify=True, **options)
+            alone = alone_in_its_row(model, prompts[index], index, options)
             assert (*outcome(alone), alone.positions) == expected, (seed, options)
             assert result.checked == alone.checked and len(alone.checked) == alone.forwards
             if len(result.tokens) < options["max_new"]:
@@ -356,10 +376,10 @@ def test_new_guesses_are_never_the_text(monkeypatch):
     calls = itertools.count()
 
     def wrong_guesses(logits, batch, *others):
-        tokens = choose(logits, batch, *others)
+        scores = with_dice(logits, batch, *others)
         if next(calls) % 2 == 0:
-            return tokens
-        return (tokens + 1) % MASK
+            return scores
+        return scores[..., :MASK].roll(1, dims=-1)
 
     for seed in cases(5, 50):
         rng = random.Random(seed)
@@ -367,7 +387,7 @@ def test_new_guesses_are_never_the_text(monkeypatch):
         prompts = [random_prompt(rng, rng.randint(1, 9)) for _ in range(3)]
         expected = generate(model, prompts, tau=1, max_new=20)
         with monkeypatch.context() as patch:
-            patch.setattr(lossless, "choose", wrong_guesses)
+            patch.setattr(lossless, "with_dice", wrong_guesses)
             found = generate(model, prompts, verify=True, max_new=20)
         assert [a.tokens for a in found] == [a.tokens for a in expected]
 
@@ -397,8 +417,8 @@ def test_the_sampled_text_is_the_one_that_ar_samples():
         plain = [
             by_hand(model, prompt, 1, index=i, **options)[0] for i, prompt in enumerate(prompts)
         ]
-        one = generate(model, prompts, 1, verify=True, **options)
-        four = generate(model, prompts, 4, verify=True, **options)
+        one = generate(model, prompts, 1, verify=True, groups=5, **options)
+        four = generate(model, prompts, 4, verify=True, groups=5, **options)
         assert [sequence.tokens for sequence in one] == plain
         assert list(map(outcome, one)) == list(map(outcome, four))
 
@@ -424,8 +444,8 @@ def test_a_guess_rolls_the_dice_that_its_check_will_roll():
     text, in more forwards."""
     sequence = Sequence([2, 3], tiny_model(random.Random(0)).config, 9, tau=None, index=4)
     for ahead in (0, 1, 2):
-        [chosen] = choose(torch.zeros(1, 3, 8), [sequence], 0.7, seed=5, ahead=[ahead])
-        for position, token in enumerate(chosen.tolist(), start=2 + ahead):
+        [scores] = with_dice(torch.zeros(1, 3, 8), [sequence], 0.7, seed=5, ahead=[ahead])
+        for position, token in enumerate(scores.argmax(-1).tolist(), start=2 + ahead):
             assert token == dice(5, 4, position, torch.zeros(8)).argmax()
 
 
@@ -436,8 +456,9 @@ def test_guesses_are_for_the_positions_after_those_that_hold(monkeypatch):
     num_held = 0
 
     def recorded(*arguments):
-        chosen.append(choose(*arguments))
-        return chosen[-1]
+        scores = with_dice(*arguments)
+        chosen.append(scores.argmax(-1))
+        return scores
 
     def compared(self, model, hidden, last_columns, batch):
         nonlocal num_held
@@ -448,7 +469,7 @@ def test_guesses_are_for_the_positions_after_those_that_hold(monkeypatch):
                 assert candidates[0] == accepted[-1]
         return decisions
 
-    monkeypatch.setattr(lossless, "choose", recorded)
+    monkeypatch.setattr(lossless, "with_dice", recorded)
     monkeypatch.setattr(Lossless, "check", compared)
     for seed in cases(10, 100):
         rng = random.Random(seed)
