@@ -60,11 +60,12 @@ class Lossless:
         self.block = block
         self.temperature = options.temperature
         self.seed = options.seed
-        self.most_groups = options.groups or block + 1
+        most_likely = int(1 / LEAST_PROBABILITY)  # the probabilities of all groups add up to 1
+        self.most_groups = min(options.groups or block + 1, most_likely)
         if is_batch_on_cpu and not options.groups:
             self.most_groups = 1  # every row is as wide as the widest, and each position costs
         self.looks_up = not is_batch_on_cpu
-        self.widest = 1 + block + (block + 1) * block  # a token, B guesses, B + 1 groups
+        self.widest = 1 + block + self.most_groups * block  # a token, B guesses, groups of B masks
         if self.looks_up:
             self.widest += MOST_LOOKED_UP
 
@@ -107,8 +108,8 @@ class Lossless:
         logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
         scores = self.scores(logits, batch, ahead=held)
         candidates = scores.argmax(-1)  # (R, 1 + B)
-        # How likely a candidate is AR's choice. (At a temperature AR will roll the same dice, so a
-        # score that leads by far leads there, too, however improbable its token is.)
+        # An estimate of how likely a candidate is AR's choice. (At a temperature AR will roll the
+        # same dice, so a score that leads by far usually leads there, too.)
         chances = scores.softmax(-1).amax(-1).tolist()
 
         decisions = []
@@ -122,7 +123,8 @@ class Lossless:
                 self.plan(sequence, chances[row][1 : 1 + count])
                 if self.looks_up:
                     text = sequence.text + accepted
-                    sequence.guesses += sequence.lookup.guesses(text, sequence.guesses)
+                    found = sequence.lookup.guesses(text, sequence.guesses)
+                    sequence.guesses = sequence.guesses + found
         return decisions
 
     def scores(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
@@ -178,9 +180,10 @@ class Lookup:
         self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
         self.num_read = RUN
         self.most = MOST_LOOKED_UP
-        self.place = 0  # in the text, of the former guesses: those of masks, then what was found
+        # At the last call: the length of the text, the masks' guesses, what followed them once.
+        self.former_length = 0
         self.from_masks: list[int] = []
-        self.found: list[int] = []  # before the cut
+        self.found: list[int] = []  # before the cut to self.most
 
     def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
         """What comes after a text and the masks' guesses."""
@@ -189,14 +192,14 @@ class Lookup:
             self.place_after[tuple(text[place - RUN : place])] = place
         self.num_read = len(text)
         place = self.place_after.get(tuple((text + from_masks)[-RUN:]), len(text))
-        self.place = len(text)
-        self.from_masks = list(from_masks)
+        self.former_length = len(text)
+        self.from_masks = from_masks
         self.found = text[place : place + MOST_LOOKED_UP]
         return self.found[: self.most]
 
     def judge(self, text: list[int]) -> None:
-        """Set how many to offer, by what came in the place of those that were found last."""
-        came = text[self.place :]
+        """Set how many to offer, by how many of those that were found last have come."""
+        came = text[self.former_length :]
         num_masks = len(self.from_masks)
         if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
             num_right = len(commonprefix([came[num_masks:], self.found]))
@@ -222,9 +225,8 @@ def best_group(groups: list[int], num_held: int) -> int | None:
 def likely_groups(chances: list[float], most: int) -> list[int]:
     """Which groups of masks to feed: the likeliest to be needed, at most `most` of them.
 
-    chances: for each guess, how likely it holds if all before it do (its probability). Group j is
-    needed if exactly j guesses hold. That has the probability c1 c2 ... cj (1 - c(j+1)); for all K
-    guesses, c1 c2 ... cK.
+    chances: for each guess, how likely it holds if all before it do. Group j is needed if exactly j
+    guesses hold. That has the probability c1 c2 ... cj (1 - c(j+1)), or c1 c2 ... cK for all K.
     """
     probability = []
     all_so_far = 1.0

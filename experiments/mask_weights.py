@@ -14,7 +14,7 @@ from plumbing.errors import UserError, run_main
 
 
 def smooth(amount: float) -> None:
-    """0 is the plain derivative; the larger, the more alike all weights are."""
+    """Set train.SMOOTHING: 0 is the plain derivative, a large one makes all weights alike."""
     train.SMOOTHING = amount
 
 
@@ -49,6 +49,8 @@ def main() -> None:
         raise UserError(f"the first argument must be one of: {', '.join(WEIGHTS)}")
     sys.argv += ["--mask-weight", "expected"]
     WEIGHTS[name]()
+    identity = train.identity
+    train.identity = lambda *args: identity(*args) | {"weights": name}  # --resume compares it
     train.main()
 
 

@@ -10,10 +10,10 @@
 train.jsonl is GSM8K's (openai/grade-school-math), input_data.jsonl IFEval's. Every arm starts from
 the same model and sees 1,024 answers; the arms `more` start from `patched`, a model that MARS has
 trained for long: base with the former patch of smollm2/. All are judged on prompts that no arm has
-seen: by tokens per forward of `--verify` with all groups and of lower taus, by how likely a model
-finds what it says then, and by how well its clean stream predicts the answers of base, and those of
-GSM8K. Intervals are over prompts only: another seed of the training may differ by more. A training
-that was interrupted goes on from its last checkpoint. Records are kept in
+seen: by tokens per forward of `--verify` (with all groups of 5 % and more) and of lower taus, by
+how likely a model finds what it says then, and by how well its clean stream predicts the answers of
+base, and those of GSM8K. Intervals are over prompts only: another seed of the training may differ
+by more. A training that was interrupted goes on from its last checkpoint. Records are kept in
 experiments/results/recipes. In bfloat16 the answers of base depend on the CPU, so records that were
 judged by the same answers, and by the same judge, have a folder of their own.
 """
@@ -93,8 +93,8 @@ MAX_JUDGED = 96  # and of one to judge by
 OWN = ("gsm8k-own", "ifeval-own")  # the starting model's answers to the unseen prompts
 JUDGED_BY = (*OWN, "gsm8k-gold")
 TAUS = (0.95, 0.8)
-EDITION = 2  # of the judge; edition 1 left out groups below 2 % and had no guesses from the text
-LEAST_PROBABILITY = 0.05  # of a group in this edition, whatever the decoder's default is now
+EDITION = 2  # of the judge; edition 1 left out groups below 2 %
+LEAST_PROBABILITY = 0.05  # of guesses and groups in this edition, whatever is lossless.py's now
 
 
 def check_made(*names: str) -> None:
@@ -248,7 +248,7 @@ def cells_of_tau(record: dict, way: str) -> list[str]:
 
 
 def report(folder: Path) -> str:
-    """The table of the arms that were judged by the same answers."""
+    """The table of the arms that were judged by the same answers and the same judge."""
     records = {}
     for arm in (*STARTS, *ARMS):
         if (folder / f"{arm}.json").exists():

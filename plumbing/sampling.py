@@ -11,8 +11,8 @@ def with_dice(
 ) -> Tensor:
     """Scores (R, C, V) from logits (R, C, V); the token with the best score is the one to take.
 
-    They are the logits, at a temperature T > 0 with T times the dice of their place. Then the best
-    is a draw from p^(1/T): so is the best of logits / T + dice, but T may be tiny.
+    Without a temperature they are the logits. At T > 0 they are logits + T * dice, of which the
+    best is a draw from p^(1/T). (logits / T + dice have the same order, but T may be tiny.)
 
     Column c of a row is for the place len(text) + ahead + c of its sequence in `batch`. (A row
     without a sequence is None.)

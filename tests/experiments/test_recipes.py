@@ -128,14 +128,16 @@ def test_a_weight_that_fades(monkeypatch):
         assert train.expected_weights(3.0) == expected
 
 
-def test_a_smoothing_trains(monkeypatch):
+def test_a_smoothing_is_set(monkeypatch):
     """The program sets it and hands the other words to train.py."""
     monkeypatch.setattr(train, "SMOOTHING", train.SMOOTHING)
+    monkeypatch.setattr(train, "identity", lambda args, rows: {"--lr": "1"})
     seen = []
     monkeypatch.setattr(train, "main", lambda: seen.append((train.SMOOTHING, sys.argv[1:])))
     monkeypatch.setattr(sys, "argv", ["mask_weights.py", "smoothing-1", "--data", "x.jsonl"])
     mask_weights.main()
     assert seen == [(1.0, ["--data", "x.jsonl", "--mask-weight", "expected"])]
+    assert train.identity(None, None) == {"--lr": "1", "weights": "smoothing-1"}  # of a run
     monkeypatch.setattr(sys, "argv", ["mask_weights.py", "--data", "x.jsonl"])
     with pytest.raises(UserError, match="first argument must be one of: smoothing-.05"):
         mask_weights.main()
