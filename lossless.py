@@ -178,11 +178,9 @@ class Lookup:
 
     def __init__(self):
         self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
-        self.num_read = RUN
+        self.num_read = RUN  # tokens of the text, at the last call
         self.most = MOST_LOOKED_UP
-        # At the last call: the length of the text, the masks' guesses, what followed them once.
-        self.former_length = 0
-        self.from_masks: list[int] = []
+        self.from_masks: list[int] = []  # this and the next: of the last call
         self.found: list[int] = []  # before the cut to self.most
 
     def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
@@ -191,15 +189,14 @@ class Lookup:
         for place in range(self.num_read, len(text)):
             self.place_after[tuple(text[place - RUN : place])] = place
         self.num_read = len(text)
-        place = self.place_after.get(tuple((text + from_masks)[-RUN:]), len(text))
-        self.former_length = len(text)
+        place = self.place_after.get(tuple((text[-RUN:] + from_masks)[-RUN:]), len(text))
         self.from_masks = from_masks
         self.found = text[place : place + MOST_LOOKED_UP]
         return self.found[: self.most]
 
     def judge(self, text: list[int]) -> None:
         """Set how many to offer, by how many of those that were found last have come."""
-        came = text[self.former_length :]
+        came = text[self.num_read :]
         num_masks = len(self.from_masks)
         if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
             num_right = len(commonprefix([came[num_masks:], self.found]))
