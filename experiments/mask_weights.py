@@ -1,4 +1,4 @@
-"""Weights of guesses for which train.py has no option: more or less smoothed, or fading.
+"""Weights of guesses for which train.py has no option: smoothed more, or fading.
 
     python -m experiments.mask_weights fading --data toy/train.jsonl --model toy/sft --out fading
 
@@ -37,7 +37,6 @@ def fade() -> None:
 
 
 WEIGHTS = {
-    "smoothing-.05": functools.partial(smooth, 0.05),
     "smoothing-1": functools.partial(smooth, 1.0),
     "fading": fade,
 }

@@ -66,25 +66,16 @@ ARMS = {  # options of train.py; the last one of a kind counts
     "more-expected-seed-1": "--data own.jsonl --model patched --mask-weight expected --seed 1",
     "more-fading-seed-1": "--data own.jsonl --model patched --seed 1",
     "more-smoothing-1-seed-1": "--data own.jsonl --model patched --seed 1",
-    "more-smoothing-.05-seed-1": "--data own.jsonl --model patched --seed 1",
-    "more-block-6-seed-1": "--data own.jsonl --model patched --seed 1 --block 6",
-    "more-expected-block-6-seed-1": (
-        "--data own.jsonl --model patched --seed 1 --block 6 --mask-weight expected"
-    ),
 }
 WEIGHTS = {  # arms that experiments/mask_weights.py trains, with these weights of guesses
     "more-fading-seed-1": "fading",
     "more-smoothing-1-seed-1": "smoothing-1",
-    "more-smoothing-.05-seed-1": "smoothing-.05",
 }
 CONTROL = {  # what an arm is compared with, if not with own
     "more-expected": "more",
     "more-expected-seed-1": "more-seed-1",
     "more-fading-seed-1": "more-seed-1",
     "more-smoothing-1-seed-1": "more-seed-1",
-    "more-smoothing-.05-seed-1": "more-seed-1",
-    "more-block-6-seed-1": "more-seed-1",
-    "more-expected-block-6-seed-1": "more-seed-1",
 }
 UNSEEN = 32  # prompts of each kind, to judge by
 NUM_GSM8K = 640  # prompts, with the unseen ones
