@@ -45,7 +45,8 @@ from plumbing.sampling import with_dice
 
 LEAST_PROBABILITY = 0.2  # guesses and groups that are of use less often are left out
 RUN = 3  # tokens that must have occurred before, for a guess from the text
-MOST_LOOKED_UP = 10  # guesses from the text, at a time
+FIRST_LOOKED_UP = 4  # guesses from the text to begin with, so that a short answer wastes few
+MOST_LOOKED_UP = 10  # and at most, where they were right
 
 
 class Lossless:
@@ -179,7 +180,7 @@ class Lookup:
     def __init__(self):
         self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
         self.num_read = RUN  # tokens of the text, at the last call
-        self.most = MOST_LOOKED_UP
+        self.most = FIRST_LOOKED_UP
         self.from_masks: list[int] = []  # this and the next: of the last call
         self.found: list[int] = []  # before the cut to self.most
 

@@ -162,7 +162,7 @@ def test_lookup_by_hand():
     text = [a, b, c, x, x, a, b, c, y, x, y, x]
     assert lookup.guesses(text, []) == []  # x y x is new
     text += [a, b, c]
-    assert lookup.guesses(text, []) == [y, x, y, x, a, b, c]  # not x x a ...
+    assert lookup.guesses(text, []) == [y, x, y, x]  # the first four, and not x x a ...
     text += [y, x, a]  # two of them were right, so four are offered, if there are
     assert lookup.guesses(text, [b, c]) == [y, x, a]
     text += [x]  # not b: what was offered after b c says nothing
@@ -178,8 +178,7 @@ def test_a_lookup_that_is_not_reached_is_not_judged():
     lookup = Lookup()
     text = [2, 3, 4, 5, 5, 2, 3]
     assert lookup.guesses(text, [4]) == [5, 5, 2, 3]
-    assert lookup.guesses([*text, 4], []) == [5, 5, 2, 3, 4]
-    assert lookup.most == lossless.MOST_LOOKED_UP
+    assert lookup.guesses([*text, 4], []) == [5, 5, 2, 3]
 
 
 def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
