@@ -125,7 +125,7 @@ class Lossless:
                 if self.looks_up:
                     text = sequence.text + accepted
                     found = sequence.lookup.guesses(text, sequence.guesses)
-                    sequence.guesses = sequence.guesses + found
+                    sequence.guesses = sequence.guesses + found  # not +=: the lookup keeps the list
         return decisions
 
     def scores(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
