@@ -254,7 +254,7 @@ class Decoder:
         self.options = options
         self.longest = min(longest, config.max_position_embeddings)
         self.num_added = 0
-        self.block = options.block or config.block_size or 4  # B
+        self.block = options.block or config.block or 4  # B
         if self.block > config.max_position_embeddings:
             limit = config.max_position_embeddings
             raise UserError(f"block {self.block} exceeds the model's {limit} positions")

@@ -49,7 +49,7 @@ class Config:
     initializer_range: float = 0.02
     eos_token_id: tuple[int, ...] = ()  # every token that ends a turn; training uses the first
     mask_token_id: int | None = None
-    block_size: int | None = None  # B of the MARS training; None without it
+    block: int | None = None  # B of the MARS training; None without it
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible values."""

@@ -70,8 +70,8 @@ PADDING = Batch(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, c
 SMOOTHING = 0.25  # of the probabilities in expected_weights: or far masks would wait for the first
 
 
-def lay_out(example: Example, block_size: int | None, mask_id: int, weight: float, doc=0) -> Batch:
-    """One example as [clean ; masks]; if block_size is None, the clean stream alone.
+def lay_out(example: Example, block: int | None, mask_id: int, weight: float, doc=0) -> Batch:
+    """One example as [clean ; masks]; if block is None, the clean stream alone.
 
     Clean position p predicts token p + 1, and so does the mask at p. The first response token is
     predicted by the last prompt token, never by a mask; it counts in both losses, as in the paper's
@@ -91,12 +91,12 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
         noisy_weight=weight * predicts_first,
         clean_weight=weight * predicts_response,
     )
-    if block_size is None:
+    if block is None:
         return clean_stream._replace(noisy_weight=torch.zeros_like(clean_stream.clean_weight))
 
     mask_pos = pos[prompt:]
     grid_pos = mask_pos + example.phase
-    block_start = mask_pos - grid_pos % block_size
+    block_start = mask_pos - grid_pos % block
     mask_stream = Batch(
         tokens=torch.full_like(mask_pos, mask_id),
         pos=mask_pos,
@@ -109,10 +109,10 @@ def lay_out(example: Example, block_size: int | None, mask_id: int, weight: floa
     return concatenate([clean_stream, mask_stream])
 
 
-def stream_length(example: Example, block_size: int | None) -> int:
+def stream_length(example: Example, block: int | None) -> int:
     """Positions of both streams. The last token, which predicts nothing, is in neither."""
     clean = len(example.tokens) - 1
-    return clean if block_size is None else clean + example.targets - 1
+    return clean if block is None else clean + example.targets - 1
 
 
 def target_weights(examples: list[Example], normalization: str) -> list[float]:
@@ -136,7 +136,7 @@ def batches(
     all steps have one shape. If 0, every example has a row of its own, next to others of similar
     length.
     """
-    lengths = [stream_length(example, config.block_size) for example in examples]
+    lengths = [stream_length(example, config.block) for example in examples]
     if longest:
         width = round_up(3 * longest // 2, 32)  # room for the longest and a short one
         forwards = packed(lengths, width, args.batch_tokens, size)
@@ -145,7 +145,7 @@ def batches(
     weights = target_weights(examples, args.normalization)
 
     def stream(i: int, doc: int) -> Batch:
-        return lay_out(examples[i], config.block_size, config.mask_token_id, weights[i], doc)
+        return lay_out(examples[i], config.block, config.mask_token_id, weights[i], doc)
 
     result = []
     for rows, width in forwards[rank::size]:
@@ -179,7 +179,7 @@ def positions_with_target(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def expected_weights(cross_entropy: Tensor, batch: Batch, at: tuple, block_size: int) -> Tensor:
+def expected_weights(cross_entropy: Tensor, batch: Batch, at: tuple, block: int) -> Tensor:
     """Factors (N,) for the weights of these positions; their mean over an example's masks is 1.
 
     Of a block's guesses p1 + p1 p2 + ... are expected to hold: each needs those before it. The
@@ -188,7 +188,7 @@ def expected_weights(cross_entropy: Tensor, batch: Batch, at: tuple, block_size:
     p = (torch.exp(-cross_entropy) + SMOOTHING) / (1 + SMOOTHING)
     offset = (batch.pos - batch.prefix)[at]  # of a mask in its block; -1 at a clean token
     place = ((offset <= 0).cumsum(0) - 1, offset)  # a row for every block; a clean token's is empty
-    blocks = p.new_zeros(len(p), block_size + 1).index_put(place, p)
+    blocks = p.new_zeros(len(p), block + 1).index_put(place, p)
     all_hold = blocks.cumprod(1)
     gain = all_hold.flip(1).cumsum(1).flip(1)[place]
     example = at[0] * batch.doc.size(1) + batch.doc[at]
@@ -207,7 +207,7 @@ def losses(model: Qwen2, batch: Batch, mask_weight="uniform") -> tuple[Tensor, T
     each = model.in_chunks(cross_entropy, hidden[at], batch.target[at])
     weight = batch.noisy_weight[at]
     if mask_weight == "expected":
-        weight = weight * expected_weights(each, batch, at, model.config.block_size or 0)
+        weight = weight * expected_weights(each, batch, at, model.config.block or 0)
     noisy = (each * weight).sum()
     clean = (each * batch.clean_weight[at]).sum()
     return noisy, clean
@@ -221,7 +221,7 @@ def look_ahead(model: Qwen2, held_out: list[Batch]) -> list[float]:
     k ahead, a forward would yield about 1 + s_2 + s_2 s_3 + ... tokens if every right guess were
     accepted.
     """
-    bins = (model.config.block_size or 0) + 2
+    bins = (model.config.block or 0) + 2
     right = torch.zeros(bins).double()
     count = torch.zeros(bins).double()
 
@@ -261,7 +261,7 @@ def share_done(args: argparse.Namespace, step: int, consumed: int, num_rows: int
 
 def add_gradients(model: Qwen2, forwards: list[Batch], args, autocast) -> Tensor:
     """Those of a step's loss; return its parts (noisy, clean) in this process: (2,)."""
-    is_mars = model.config.block_size is not None
+    is_mars = model.config.block is not None
     size = processes.rank_and_size()[1]
     sums = torch.zeros(2, device=model.device)
     for batch in forwards:
@@ -276,7 +276,7 @@ def add_gradients(model: Qwen2, forwards: list[Batch], args, autocast) -> Tensor
 def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.dtype) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run."""
     rank, size = processes.rank_and_size()
-    is_mars = model.config.block_size is not None
+    is_mars = model.config.block is not None
     longest = 0  # no packing: dense attention costs the square of the width
     if can_use_flex(model.device, model.config.head_dim):
         longest = args.max_length * (2 if is_mars else 1)
@@ -410,7 +410,7 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
         model, chat = load(args.model, device)
         model.requires_grad_()
     chat.template_options = dict(args.template_option)
-    model.config.block_size = args.block if args.objective == "mars" else None
+    model.config.block = args.block if args.objective == "mars" else None
     phases = args.block if args.block_phase == "random" else 1
     ends = model.config.eos_token_id
     data = Dataset(rows, chat, ends[0], phases, args.max_length, args.seed, args.held_out, ends)

@@ -28,7 +28,7 @@ from plumbing.patch import (
 from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
-NOT_OF_THE_BASE = ("block_size", "mask_token_id")  # what training, or loading, adds
+NOT_OF_THE_BASE = ("block", "mask_token_id")  # what training, or loading, adds
 
 
 def differences(base: dict, tuned: dict) -> list[str]:
@@ -81,7 +81,7 @@ def apply(base: str, file: Path, out: Path, any_weights: bool, dtype=torch.bfloa
             raise UserError(f"{message} (--any-weights applies it nevertheless)")
         note(f"{message}: expect fewer tokens per forward")
     try:
-        new_config = replace(model.config, block_size=facts["config"].get("block_size"))
+        new_config = replace(model.config, block=facts["config"].get("block"))
         check_tensors(weights, patch, facts["rank"])
         apply_patch(weights, patch, chat.mask_id)
     except ValueError as error:

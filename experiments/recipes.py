@@ -174,7 +174,7 @@ def judge(directory: Path) -> dict:
     """Lists with a number for every unseen prompt; likelihoods are sums over an answer."""
     base, _ = load(str(WORK / "base"), dtype=torch.bfloat16)
     model, chat = load(str(directory), dtype=torch.bfloat16)
-    block = model.config.block_size or 4  # base has none
+    block = model.config.block or 4  # base has none
     record = {}
     for name in JUDGED_BY:
         file = WORK / f"{name}.jsonl"

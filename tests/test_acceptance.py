@@ -47,7 +47,7 @@ def test_defaults():
     assert Options(verify=True).tau is None and Options(verify=True, metric="entropy").tau is None
     model = tiny_model(random.Random(0))
     assert Decoder(model, Options(), 1, 10).block == 4
-    model.config.block_size = 3
+    model.config.block = 3
     assert Decoder(model, Options(), 1, 10).block == 3
     assert Decoder(model, Options(block=5), 1, 10).block == 5
 

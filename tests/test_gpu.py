@@ -93,4 +93,4 @@ def test_training_runs_and_saves(tmp_path, monkeypatch):
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(log) == 5 and 0 < log[-1]["noisy"] < log[0]["noisy"] and log[-1]["memory_gib"] > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # with gradients, without
-    assert load(str(tmp_path))[0].config.block_size == 4
+    assert load(str(tmp_path))[0].config.block == 4

@@ -132,7 +132,7 @@ def test_the_weights_are_constants():
     for seed in cases(5, 50):
         rng = random.Random(seed)
         model = tiny_model(rng)
-        block_size = model.config.block_size = rng.randint(2, 6)
+        block_size = model.config.block = rng.randint(2, 6)
         examples = [random_example(rng, block_size) for _ in range(3)]
         [batch] = batches(examples, model.config, arguments("--batch-tokens", 9999), longest=200)
         noisy, _ = train.losses(model, batch, "expected")

@@ -72,7 +72,7 @@ def our_config(vocab_size: int, tied: bool, **changes) -> Config:
         tie_word_embeddings=tied,
         initializer_range=0.2,
         eos_token_id=(2, 0),
-        block_size=4,
+        block=4,
         **changes,
     )
 
@@ -268,7 +268,7 @@ def test_configs_are_read_as_transformers_writes_them(tmp_path):
         assert list(ours.eos_token_id) == (
             their_ends if isinstance(their_ends, list) else [their_ends]
         )
-        assert ours.mask_token_id is None and ours.block_size is None
+        assert ours.mask_token_id is None and ours.block is None
 
 
 @torch.inference_mode()

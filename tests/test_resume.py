@@ -100,7 +100,7 @@ def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path):
             for name in ("noisy", "clean", "lr"):
                 assert ours[name] == pytest.approx(theirs[name], abs=1e-4), (out, ours, theirs)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
-        assert load(str(out))[0].config.block_size == 4
+        assert load(str(out))[0].config.block == 4
     assert len(list(checkpoints(two / "again")[0].glob("__*.distcp"))) == 2
 
 

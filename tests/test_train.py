@@ -72,7 +72,7 @@ def test_look_ahead_is_what_a_decoder_would_guess():
             for k, (guessed, true) in enumerate(zip(guesses, x[start + 1 : end + 1])):
                 right[1 + k] += guessed == true
                 count[1 + k] += 1
-    model.config.block_size = B
+    model.config.block = B
     layouts = [lay_out(example, B, mask_id, 1.0) for example in examples]
     shares = train.look_ahead(model, [unpacked(layouts[:5]), unpacked(layouts[5:])])
     assert shares == [round(r / c, 4) for r, c in zip(right, count)]
@@ -174,8 +174,8 @@ def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch):
     for seed in cases(5, 50):
         rng = random.Random(seed)
         model = tiny_model(rng).float()
-        model.config.block_size = rng.randint(1, 8)
-        examples = [random_example(rng, model.config.block_size) for _ in range(6)]
+        model.config.block = rng.randint(1, 8)
+        examples = [random_example(rng, model.config.block) for _ in range(6)]
         options = arguments("--batch-tokens", 512)
         longest = rng.choice([0, 100])  # with 100, several examples share a row
         for batch in batches(examples, model.config, options, longest=longest):
@@ -201,7 +201,7 @@ def test_a_step_by_hand():
         args = arguments(*words, "--normalization", normalization)
         ours = tiny_model(random.Random(1))
         theirs = tiny_model(random.Random(1))
-        ours.config.block_size = block
+        ours.config.block = block
         run = NoRun()
         assert train.train(ours, None, FixedData(examples), run, args, torch.float32) == 0
         assert len(run.records) == 4
@@ -239,7 +239,7 @@ def test_recomputed_layers_change_nothing(monkeypatch):
         monkeypatch.setattr(MLP, "forward", counted)
         rng = random.Random(5)
         model = tiny_model(rng)
-        model.config.block_size = 4
+        model.config.block = 4
         data = FixedData([random_example(rng, 4) for _ in range(5)])
         train.train(model, None, data, NoRun(), arguments("--steps", 2, *words), torch.float32)
         weights[words] = torch.cat([weight.flatten() for weight in model.parameters()])
@@ -340,7 +340,7 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     assert [len(shares) for shares in measured] == [4, 4, 4]
     assert measured[-1][0] > 0.95
     model, chat = load(str(mars))
-    assert model.config.block_size == 3
+    assert model.config.block == 3
     prompt = chat.encode(chat.prompt([{"role": "user", "content": "How many?"}]))
     [answer] = generate(model, [prompt])
     assert chat.decode(answer.tokens) == row["response"]

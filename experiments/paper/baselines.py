@@ -111,7 +111,7 @@ def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
     Nothing is cached here. Forwards are counted as if it were: one for the prompt, and for each
     block one more than its tokens, which puts it into the cache.
     """
-    block_size = model.config.block_size
+    block_size = model.config.block
     mask_id = model.config.mask_token_id
     answer = Sequence(prompt, model.config, max_new, tau=None)
     if len(prompt) > 1:  # the last token opens the first window

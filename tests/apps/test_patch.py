@@ -113,7 +113,7 @@ def models(tmp_path) -> tuple[str, str]:
     save_model(model, chat, tmp_path / "base", torch.float32)
     add_mask_token(model, chat)
     model.load_state_dict(trained(model.state_dict(), random.Random(0)))
-    model.config.block_size = 6
+    model.config.block = 6
     save_model(model, chat, tmp_path / "tuned", torch.float32)
     return str(tmp_path / "base"), str(tmp_path / "tuned")
 
@@ -127,7 +127,7 @@ def test_a_patched_model_in_transformers(tmp_path):
     assert made.status == 0 and "MiB" in made.err
     assert command("apps.patch", "apply", base, file, out).status == 0
     ours, _ = load(str(out))
-    assert ours.config.block_size == 6
+    assert ours.config.block == 6
     patch, facts = read_patch(file)
     assert json.loads((out / "config.json").read_text())["patch"] == fingerprint(patch)
     mask_id = ours.config.mask_token_id
@@ -260,8 +260,8 @@ def test_tensors_that_no_patch_has(tmp_path, name, tensor, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"config": {"block_size": -1}}, "block_size -1: must be a whole number from 1"),
-        ({"config": {"block_size": "4"}}, "block_size '4': must be a whole number from 1"),
+        ({"config": {"block": -1}}, "block -1: must be a whole number from 1"),
+        ({"config": {"block": "4"}}, "block '4': must be a whole number from 1"),
         ({"config": {"auto_map": {"AutoModel": "x.py"}}}, "(auto_map "),
         ({"config": {"vocab_size": 10**9}}, "(vocab_size 1000000000, found 640)"),
         ({"rank": "4"}, "not a patch"),

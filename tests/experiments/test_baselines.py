@@ -91,7 +91,7 @@ def test_diffusion_trains_what_it_decodes():
 
 @torch.inference_mode()
 def naive_diffusion(model, prompt: list[int], max_new: int) -> list[int]:
-    block_size = model.config.block_size
+    block_size = model.config.block
     new = []
     while len(new) < max_new and EOS not in new:
         block = [MASK] * block_size
@@ -114,7 +114,7 @@ def test_diffusion_by_hand():
     for seed in cases(10, 200):
         rng = random.Random(seed)
         model = tiny_model(rng)
-        block_size = model.config.block_size = rng.randint(1, 6)
+        block_size = model.config.block = rng.randint(1, 6)
         max_new = rng.randint(1, 20)
         for length in (1, rng.randint(2, 70)):
             prompt = random_prompt(rng, length)
@@ -196,7 +196,7 @@ def test_train_uses_what_a_baseline_replaces():
     """If train.py called its functions by another way, a baseline would silently train MARS."""
     rng = random.Random(0)
     model = tiny_model(rng)
-    model.config.block_size = 4
+    model.config.block = 4
     examples = [random_example(rng) for _ in range(3)]
     args = train.parse_arguments(["--data", "unused"])
 

@@ -49,7 +49,7 @@ def edit_tensors(directory, change) -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
         ({"rope_theta": "1e4", "rope_parameters": "absent"}, "rope_theta '1e4': must be a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
-        ({"block_size": -4}, "block_size -4: must be a whole number from 1 to 16777216"),
+        ({"block": -4}, "block -4: must be a whole number from 1 to 16777216"),
         # Such numbers ran for 40 s and more, or ended in tracebacks:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: must be .* 1 to 1000"),
         ({"hidden_size": 10**18}, "hidden_size 1000000000000000000: must be .* to 16777216"),
@@ -225,7 +225,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
     The config once was replaced before the weights were written: a new one with old weights.
     """
     model, chat = load(str(checkpoint))
-    model.config.block_size = 99
+    model.config.block = 99
     chat.template = "changed"
     before = {path: path.read_bytes() for path in checkpoint.iterdir()}
 

@@ -26,7 +26,7 @@ def decode(directory):
         ({"max_position_embeddings": 2**60}, "max_position_embeddings 1152921504606846976"),
         ({"num_attention_heads": 0}, "num_attention_heads 0"),
         ({"num_attention_heads": True}, "num_attention_heads True"),
-        ({"block_size": -1}, "block_size -1"),
+        ({"block": -1}, "block -1"),
         ({"head_dim": 3}, "head_dim 3: must be even"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
         ({"model_type": "x" * 999}, "is not supported, only qwen2 or"),

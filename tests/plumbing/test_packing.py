@@ -42,13 +42,13 @@ def test_the_forwards_of_a_step():
         rng = random.Random(seed)
         worlds = 1 + seed % 4
         config = tiny_model(rng).config
-        config.block_size = rng.randint(1, 8)
+        config.block = rng.randint(1, 8)
         examples = []
         for _ in range(rng.randint(worlds, 128)):
             tokens = random_prompt(rng, 2 + rng.randint(5, 400))
             examples.append(Example(tokens, rng.randint(1, 5)))
         args = arguments("--batch-tokens", rng.choice([1024, 4096]))
-        total = sum(train.stream_length(e, config.block_size) for e in examples)
+        total = sum(train.stream_length(e, config.block) for e in examples)
         for longest in (810, 0):
             each = [batches(examples, config, args, r, worlds, longest) for r in range(worlds)]
             assert len({len(forwards) for forwards in each}) == 1
@@ -77,7 +77,7 @@ def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
     expected = 0
     weights = train.target_weights(examples, args.normalization)
     for example, weight in zip(examples, weights):
-        layout = lay_out(example, model.config.block_size, 1, weight)
+        layout = lay_out(example, model.config.block, 1, weight)
         layout = layout._replace(
             noisy_weight=layout.noisy_weight.double(), clean_weight=layout.clean_weight.double()
         )
@@ -101,7 +101,7 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
         normalization = rng.choice(["sequence", "token"])
         args = arguments("--ar-weight", rng.random(), "--normalization", normalization)
         args.mask_weight = rng.choice(["uniform", "expected"])
-        model.config.block_size = rng.choice([block, block, None])
+        model.config.block = rng.choice([block, block, None])
         expected = one_by_one(model, examples, args)
         for _ in range(3):
             args.batch_tokens = rng.choice([1, 128, 300, 512, 2000])

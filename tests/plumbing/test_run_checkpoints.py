@@ -298,7 +298,7 @@ def test_every_checkpoint_of_ours_is_data_only(data, out):
         assert run_train(*words, "--steps", 2).status == 0
         is_mars = "sft" not in words
         assert is_mars == ("noisy" in log(out / str(number))[0])
-        assert is_mars == ("block_size" in (out / str(number) / "config.json").read_text())
+        assert is_mars == ("block" in (out / str(number) / "config.json").read_text())
         newest = out / str(number) / "checkpoints/step-00000002"
         shutil.rmtree(newest)
         assert "resumed at step 1" in run_train(*words, "--steps", 2, "--resume").out
