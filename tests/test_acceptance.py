@@ -1,16 +1,19 @@
 """Acceptance: confidence, the leading run that passes tau, and draws at a temperature."""
 
+import math
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import random_prompt, tiny_model
+from common import MASK, random_prompt, tiny_model
 from decoding import decode_each
 
 from decode import (
     Decoder,
     Options,
+    Sequence,
+    Threshold,
     check_tau,
     confidences,
     is_plain_ar,
@@ -80,14 +83,15 @@ def test_a_one_token_row_among_others_stays_one():
 
 
 def accept(model, logits, options: Options) -> list[list[int]]:
-    """What `Decoder.accept` makes of the logits (R, C, V) of a prompt of one token in each row."""
-    decoder = Decoder(model, options, rows=1, longest=300)
-    decoder.forward = SimpleNamespace(logits_at=lambda hidden, columns: logits)
-    batch = [decoder.add([2]) for _ in logits]
-    for sequence in batch:
-        sequence.tau = options.tau
-        sequence.num_masks = logits.size(1) - 1
-    return decoder.accept(torch.zeros(1), [0] * len(batch), batch)
+    """What `Threshold.decide` accepts, given the logits (R, C, V) after prompts of one token."""
+    method = Threshold(logits.size(1) - 1, options, MASK, longest=300)
+    stub = SimpleNamespace(logits_at=lambda hidden, columns: logits)
+    sequences = []
+    for index in range(len(logits)):
+        sequences.append(Sequence([2], model.config, max_new=9, tau=options.tau, index=index))
+        method.feed(sequences[-1], room=math.inf, num_waiting=0)
+    decisions = method.decide(stub, torch.zeros(1), [0] * len(sequences), sequences)
+    return [accepted for accepted, _ in decisions]
 
 
 def test_probabilities_are_not_rounded_to_bfloat16():

@@ -26,7 +26,7 @@ from decoding import (
     random_options,
 )
 
-from decode import Decoder, Options, Sequence, generate, is_plain_ar, naive
+from decode import Decoder, Options, Sequence, Threshold, generate, is_plain_ar, naive
 from model import load
 from plumbing.errors import UserError
 
@@ -112,7 +112,7 @@ def test_tau_acts_at_the_next_step():
             now[0] = tau
             if not sequence.done:
                 decoder.step()
-                assert sequence.tau == tau
+                assert sequence.state[0] == tau
                 accepted[tau].append(sequence.accepted[-1])
         assert outcome(sequence) == by_hand(model, prompt, schedule.__getitem__, 4, max_new=40)
     assert set(accepted[1.0]) == {1} and mean(accepted[0.2]) > 2
@@ -143,7 +143,7 @@ def test_one_token_mode_is_greedy_ar():
         [result] = generate(model, [prompt], tau=tau, metric=metric, max_new=20)
         assert result.tokens == greedy(model, prompt, 20)
         assert result.accepted == [1] * len(result.tokens)
-        assert sum(result.positions) == len(prompt) + len(result.tokens) - 1  # no mask was computed
+        assert sum(result.widths) == len(prompt) + len(result.tokens) - 1  # no mask was computed
 
 
 def test_one_token_mode_is_greedy_ar_in_bfloat16(toy):
@@ -182,12 +182,10 @@ def test_results_hold_together():
     results = generate(model, prompts, rows=1, tau=0.2, block=3, max_new=25)
     for prompt, result in zip(prompts, results):
         assert sum(result.accepted) == len(result.tokens)
-        assert len(result.accepted) == len(result.positions) == result.forwards
-        assert result.checked == [0] * result.forwards
-        assert result.tokens_per_forward == len(result.tokens) / result.forwards
+        assert len(result.accepted) == len(result.widths) == result.forwards
         assert result.text == prompt + result.tokens
         num_fed = sum(result.accepted[:-1])  # every token once, and three masks each time
-        assert sum(result.positions) == len(prompt) + num_fed + 3 * result.forwards
+        assert sum(result.widths) == len(prompt) + num_fed + 3 * result.forwards
     decoder = Decoder(model, Options(tau=0.2, block=3, max_new=25), rows=8, longest=50)
     sequences = [decoder.add(prompt) for prompt in prompts]
     events = list(decoder)
@@ -201,13 +199,13 @@ def test_results_hold_together():
 
 
 def test_the_feed_of_the_drawing():
-    """The example of Sequence.feed: a b c with a b cached, B = 2 masks."""
+    """The example of Decoder.advance: a b c, and B = 2 masks."""
     sequence = Sequence([2, 3, 4], tiny_model(random.Random(0)).config, max_new=9, tau=0.5)
-    sequence.num_masks = 2
-    tokens, pos, prefix = torch.tensor(sequence.feed(2, MASK)).unbind(-1)
-    assert tokens.tolist() == [4, MASK, MASK]
-    assert pos.tolist() == [2, 3, 4]
-    assert prefix.tolist() == [3, 3, 3]
+    feed = Threshold(2, Options(), MASK, longest=9).feed(sequence, room=9, num_waiting=0)
+    tokens, pos, prefix = torch.tensor(feed).unbind(-1)
+    assert tokens.tolist() == [MASK, MASK]
+    assert pos.tolist() == [3, 4]
+    assert prefix.tolist() == [3, 3]
 
 
 def test_a_full_block_waits_for_the_others_and_costs_no_forward():

@@ -179,7 +179,9 @@ def test_cancelling(way):
         sequences = [decoder.add(prompt) for prompt in prompts]
         for _ in range(rng.randint(1, 3)):
             decoder.step()
-        running = rng.choice([sequence for sequence in decoder.scheduler.rows if not sequence.done])
+        running = rng.choice(
+            [sequence for sequence in decoder.scheduler.sequences if not sequence.done]
+        )
         waiting = rng.sample(list(decoder.scheduler.waiting), 2)
         length = len(running.text)
         for sequence in (running, *waiting):

@@ -56,13 +56,15 @@ def test_flex_attention_is_the_dense_mask():
     model.requires_grad_()
     examples = [data.encode(row, chat, 2, 512) for row in rows_of("train.jsonl", 40)]
     args = train.parse_arguments(["--data", "none", "--batch-tokens", "1024"])
-    packed = train.batches(examples, model.config, args, longest=2 * args.max_length)
+    packed = train.forwards(
+        examples, model.config, args, train.packed_width(model, args.max_length)
+    )
 
-    def with_flex(batch: train.Batch) -> torch.Tensor:
+    def with_flex(batch: train.Forward) -> torch.Tensor:
         mask = attention.block_mask(visible, batch.pos, batch.prefix, batch.doc)
         return model(batch.tokens, batch.pos, mask, kernel=attention.attend_flex)
 
-    def with_dense_mask(batch: train.Batch) -> torch.Tensor:
+    def with_dense_mask(batch: train.Forward) -> torch.Tensor:
         return model(batch.tokens, batch.pos, train.dense_mask(batch))
 
     found = []

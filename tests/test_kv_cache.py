@@ -1,5 +1,6 @@
 """The caches: the mask is the mask rule, their arithmetic and drawings, and what does not fit."""
 
+import math
 import random
 
 import pytest
@@ -8,7 +9,7 @@ from common import MASK, cases, random_prompt, tiny_model
 
 from decode import Options, Sequence
 from kv_cache import BlockCache, KVCache
-from lossless import Lossless
+from lossless import Lossless, State
 from model import visible
 from plumbing.errors import UserError
 
@@ -18,17 +19,18 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
     for seed in cases(25, 200):
         rng = random.Random(seed)
         model = tiny_model(rng)
-        lossless = Lossless(rng.randint(1, 5), Options(verify=True), is_batch_on_cpu=False)
+        lossless = Lossless(rng.randint(1, 5), Options(verify=True), MASK, is_batch_on_cpu=False)
         cache = KVCache(model.config, 2, 200, "cpu", torch.float64)
         cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # the longer decides on the span
         feeds = []
         for length in cache.lengths:
             prompt = random_prompt(rng, length + rng.randint(1, 5))
             sequence = Sequence(prompt, model.config, max_new=9, tau=None)
-            sequence.guesses = random_prompt(rng, rng.randint(0, lossless.block))
-            groups = range(len(sequence.guesses) + 1)
-            sequence.groups = sorted(rng.sample(groups, rng.randint(0, len(groups))))
-            feeds.append(lossless.feed(sequence, length, MASK))
+            guesses = random_prompt(rng, rng.randint(0, lossless.block))
+            groups = range(len(guesses) + 1)
+            sequence.state = State(guesses, sorted(rng.sample(groups, rng.randint(0, len(groups)))))
+            real = [(prompt[pos], pos, pos + 1) for pos in range(length, len(prompt))]
+            feeds.append(real + lossless.feed(sequence, math.inf, 0))
         width = max(map(len, feeds))
         padding = (MASK, 0, 1)
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]

@@ -20,14 +20,15 @@ from decoding import by_hand, greedy, logits_after, mean, outcome
 
 import lossless
 from decode import Decoder, Options, Sequence, generate
-from lossless import Lookup, Lossless, count_held, likely_groups
+from lossless import Lookup, Lossless, State, likely_groups
 from model import load
 from plumbing.errors import UserError
 from plumbing.sampling import dice, with_dice
+from plumbing.scheduler import num_in_common
 
 
 def lossless_of(block: int, is_batch_on_cpu=False, **options) -> Lossless:
-    return Lossless(block, Options(verify=True, **options), is_batch_on_cpu)
+    return Lossless(block, Options(verify=True, **options), MASK, is_batch_on_cpu)
 
 
 def some(rng: random.Random, num_guesses: int) -> list[int]:
@@ -35,68 +36,57 @@ def some(rng: random.Random, num_guesses: int) -> list[int]:
     return [j for j in range(num_guesses + 1) if rng.random() < 0.6]
 
 
-def random_sequence(rng: random.Random, block: int) -> Sequence:
-    """A text of 9 tokens, up to `block` guesses, and groups for some of them."""
-    config = tiny_model(rng).config
-    sequence = Sequence(random_prompt(rng, 9), config, max_new=20, tau=None)
-    sequence.guesses = random_prompt(rng, rng.randint(0, block))
-    sequence.groups = some(rng, len(sequence.guesses))
-    return sequence
+def random_state(rng: random.Random, block: int) -> State:
+    """Up to `block` guesses, and groups for some of them."""
+    guesses = random_prompt(rng, rng.randint(0, block))
+    return State(guesses, some(rng, len(guesses)))
 
 
-# ------------------------------------------------------------------------------- feed and columns
+# -------------------------------------------------------------------------------- feed and decide
 
 
 def test_the_feed_of_the_drawing():
-    """The example of Lossless.feed: a b c of which a b are cached, the guess d, groups 0 and 1."""
+    """The example of Lossless.feed: after a b c the guess d, groups 0 and 1."""
     sequence = Sequence([2, 3, 4], tiny_model(random.Random(0)).config, max_new=9, tau=None)
-    sequence.guesses = [5]
-    sequence.groups = [0, 1]
-    tokens, pos, prefix = torch.tensor(lossless_of(2).feed(sequence, 2, MASK)).unbind(-1)
-    assert tokens.tolist() == [4, 5, MASK, MASK, MASK, MASK]
-    assert pos.tolist() == [2, 3, 3, 4, 4, 5]
-    assert prefix.tolist() == [3, 4, 3, 3, 4, 4]
+    sequence.state = State([5], [0, 1])
+    feed = lossless_of(2).feed(sequence, room=math.inf, num_waiting=0)
+    tokens, pos, prefix = torch.tensor(feed).unbind(-1)
+    assert tokens.tolist() == [5, MASK, MASK, MASK, MASK]
+    assert pos.tolist() == [3, 3, 4, 4, 5]
+    assert prefix.tolist() == [4, 3, 3, 4, 4]
 
 
-def test_candidate_columns_of_the_drawing():
-    """The one in lossless.py, B = 4: x at column 0, g1, g2, and three groups; g1 holds."""
-    sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=20, tau=None)
-    sequence.guesses = [5, 6]
-    sequence.groups = [0, 1, 2]
-    columns = lossless_of(4).candidate_columns([3, 0], [None, sequence], [0, 1])
-    assert columns[1] == [1, 7, 8, 9, 10]  # g1, and the masks that saw g1
-    assert len(columns[0]) == 5  # of an idle row any
-    sequence.groups = [0, 2]  # without that group the one that saw less, from its second mask on
-    columns = lossless_of(4).candidate_columns([3, 0], [None, sequence], [0, 1])
-    assert columns[1][:4] == [1, 4, 5, 6]
+def test_useful_masks_of_the_drawing():
+    """The one in lossless.py, B = 4: x at place 0, g1, g2, and three groups; g1 holds."""
+    assert State([5, 6], [0, 1, 2]).useful_masks(1, 4) == range(7, 11)  # the masks that saw g1
+    # without that group those of the one that saw less, from its second mask on
+    assert State([5, 6], [0, 2]).useful_masks(1, 4) == range(4, 7)
+    assert len(State([5, 6], [2]).useful_masks(1, 4)) == 0
 
 
-def test_the_columns_are_those_of_the_feed():
-    """They lead to the last token that holds, and to the group that saw what holds."""
+def test_useful_masks_are_those_of_the_feed():
+    """They predict the open places, and saw no guess that failed."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
         block = rng.randint(1, 5)
-        ours = lossless_of(block)
-        sequence = random_sequence(rng, block)
-        num_cached = rng.randint(0, 8)
-        feed = ours.feed(sequence, num_cached, MASK)
-        held = rng.randint(0, len(sequence.guesses))
-        [columns] = ours.candidate_columns([8 - num_cached], [sequence], [held])
-        text = sequence.text + sequence.guesses[:held]
-        assert feed[columns[0]] == (text[-1], len(text) - 1, len(text))
-        seen = max((j for j in sequence.groups if j <= held), default=None)
+        text = random_prompt(rng, 9)
+        sequence = Sequence(text, tiny_model(rng).config, max_new=20, tau=None)
+        state = sequence.state = random_state(rng, block)
+        feed = [(text[-1], 8, 9), *lossless_of(block).feed(sequence, math.inf, 0)]
+        held = rng.randint(0, len(state.guesses))
+        seen = max((j for j in state.groups if j <= held), default=None)
         num_useful = 0 if seen is None else max(0, block - (held - seen))
-        assert ours.num_useful(sequence, held) == num_useful
-        masks = [feed[column] for column in columns[1 : 1 + num_useful]]
-        for i in range(num_useful):  # the place of the first open token, and what the group saw
-            assert masks[i] == (MASK, len(text) + i, len(sequence.text) + seen)
+        masks = [feed[place] for place in state.useful_masks(held, block)]
+        assert len(masks) == num_useful
+        for i, mask in enumerate(masks):  # at the first open place and on, and what the group saw
+            assert mask == (MASK, 9 + held + i, 9 + seen)
 
 
-def test_count_held_by_hand():
+def test_num_in_common_by_hand():
     """A guess holds if AR says it and all guesses before it hold."""
     guesses = [[5, 6], [5, 4], [4, 6], [], [5]]
-    assert [count_held([5, 6, 7], row) for row in guesses] == [2, 1, 0, 0, 1]
-    assert count_held([3], []) == 0
+    assert [num_in_common([5, 6, 7], row) for row in guesses] == [2, 1, 0, 0, 1]
+    assert num_in_common([3], []) == 0
 
 
 # ------------------------------------------------------------------------------ guesses and groups
@@ -119,10 +109,10 @@ def test_what_is_kept_by_hand():
     all that are likely at one row, one in a batch on a CPU."""
 
     def kept(chances: list[float], is_batch=False, **options) -> tuple[list[int], list[int]]:
-        sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=20, tau=None)
-        sequence.guesses = list(range(3, 3 + len(chances)))
-        lossless_of(4, is_batch, **options).plan(sequence, [*chances, 0.9])  # one without a guess
-        return sequence.guesses, sequence.groups
+        state = State()
+        guesses = list(range(3, 3 + len(chances)))
+        state.plan(guesses, chances, lossless_of(4, is_batch, **options).most_groups)
+        return state.guesses, state.groups
 
     even = [0.7, 0.7, 0.7]  # none holds: .3, one: .21, two: .147, three: .343
     assert kept(even) == ([3, 4, 5], [0, 1, 3])
@@ -140,18 +130,18 @@ def test_there_is_always_a_group():
     for seed in cases(200, 5000):
         rng = random.Random(seed)
         block = rng.randint(1, 16)
-        sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=20, tau=None)
-        sequence.guesses = list(range(3, 3 + block))
+        state = State()
         least = rng.choice([0, 0.5, 0.9])
-        lossless_of(block).plan(sequence, [rng.uniform(least, 1) for _ in range(block)])
-        assert len(sequence.guesses) in sequence.groups
+        chances = [rng.uniform(least, 1) for _ in range(block)]
+        state.plan(list(range(block)), chances, lossless_of(block).most_groups)
+        assert len(state.guesses) in state.groups
 
 
 def test_a_decoder_knows_whether_it_is_a_batch_on_a_cpu():
     model = tiny_model(random.Random(0))
     most = {}
     for rows in (1, 2):
-        most[rows] = Decoder(model, Options(verify=True, block=3), rows, 20).lossless.most_groups
+        most[rows] = Decoder(model, Options(verify=True, block=3), rows, 20).method.most_groups
     assert most == {1: 4, 2: 1}
 
 
@@ -202,8 +192,8 @@ def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
 
 
 class AsOnAGpu(Lossless):
-    def __init__(self, block: int, options, is_batch_on_cpu: bool):
-        super().__init__(block, options, False)
+    def __init__(self, block: int, options, mask_id: int, is_batch_on_cpu: bool):
+        super().__init__(block, options, mask_id, False)
 
 
 # ------------------------------------------------------------------------------------- the decoder
@@ -305,12 +295,15 @@ def test_text_and_forwards_by_hand(monkeypatch):
             expected = guessed_by_hand(model, prompts[index], index=index, **options)
             assert outcome(result) == expected[:2], (seed, options)
             alone = alone_in_its_row(model, prompts[index], index, options)
-            assert (*outcome(alone), alone.positions) == expected, (seed, options)
-            assert result.checked == alone.checked and len(alone.checked) == alone.forwards
+            assert (*outcome(alone), alone.widths) == expected, (seed, options)
+            assert (
+                result.state.checked == alone.state.checked
+                and len(alone.state.checked) == alone.forwards
+            )
             if len(result.tokens) < options["max_new"]:
                 num_ended_early += 1
             accepted += result.accepted[1:]
-            checked += result.checked
+            checked += result.state.checked
     assert mean(accepted) > 1.15 and max(accepted) > 3 and num_ended_early > 10
     assert min(checked) == 0 and max(checked) > 5
 
@@ -319,10 +312,11 @@ def test_any_groups_may_be_missing(monkeypatch):
     """Missing at random, sometimes all; greedy or at a temperature, alone or in ragged batches."""
     rng = random.Random(0)
 
-    def plan(self, sequence, chances):
-        sequence.groups = some(rng, len(sequence.guesses))[: self.most_groups]
+    def plan(self, candidates, chances, most_groups):
+        self.guesses = candidates
+        self.groups = some(rng, len(candidates))[:most_groups]
 
-    monkeypatch.setattr(Lossless, "plan", plan)
+    monkeypatch.setattr(State, "plan", plan)
     num_forwards = 0
     num_tokens = 0
     for seed in cases(25, 1000):
@@ -365,7 +359,7 @@ def test_a_conversation_goes_on_from_what_was_checked():
             list(decoder)
             assert sequence.tokens == greedy(model, prompt, 20)
             if turn > 0:
-                assert sequence.positions[0] <= 3 + 4 + 4 + 1  # the new tokens and the masks
+                assert sequence.widths[0] <= 3 + 4 + 4 + 1  # the new tokens and the masks
             prompt = sequence.text + random_prompt(rng, 3)
 
 
@@ -374,8 +368,8 @@ def test_new_guesses_are_never_the_text(monkeypatch):
     choice of guesses alone, as docs/change-it.md allows, got another text."""
     calls = itertools.count()
 
-    def wrong_guesses(logits, batch, *others):
-        scores = with_dice(logits, batch, *others)
+    def wrong_guesses(logits, *others):
+        scores = with_dice(logits, *others)
         if next(calls) % 2 == 0:
             return scores
         return scores[..., :MASK].roll(1, dims=-1)
@@ -446,36 +440,6 @@ def test_a_guess_rolls_the_dice_that_its_check_will_roll():
         [scores] = with_dice(torch.zeros(1, 3, 8), [sequence], 0.7, seed=5, ahead=[ahead])
         for position, token in enumerate(scores.argmax(-1).tolist(), start=2 + ahead):
             assert token == dice(5, 4, position, torch.zeros(8)).argmax()
-
-
-def test_guesses_are_for_the_positions_after_those_that_hold(monkeypatch):
-    """Candidate 0 is AR's own last token once more: the dice are those of its position."""
-    chosen = []
-    check = Lossless.check
-    num_held = 0
-
-    def recorded(*arguments):
-        scores = with_dice(*arguments)
-        chosen.append(scores.argmax(-1))
-        return scores
-
-    def compared(self, model, hidden, last_columns, batch):
-        nonlocal num_held
-        decisions = check(self, model, hidden, last_columns, batch)
-        for sequence, (accepted, held), candidates in zip(batch, decisions, chosen[-1].tolist()):
-            if sequence:
-                num_held += held
-                assert candidates[0] == accepted[-1]
-        return decisions
-
-    monkeypatch.setattr(lossless, "with_dice", recorded)
-    monkeypatch.setattr(Lossless, "check", compared)
-    for seed in cases(10, 100):
-        rng = random.Random(seed)
-        prompts = [random_prompt(rng, 5) for _ in range(4)]
-        options = {"temperature": 1.0, "seed": seed, "block": 3, "max_new": 30}
-        generate(tiny_model(rng), prompts, rows=2, verify=True, **options)
-    assert num_held > 100
 
 
 def ar_distribution(model, prompt: list[int], length: int) -> dict[tuple, float]:

@@ -15,7 +15,7 @@ from training import arguments, gradient, random_example
 import train
 from plumbing.data import Example
 from plumbing.packing import collate
-from train import PADDING, batches, lay_out
+from train import PADDING, forwards, lay_out
 
 
 def blocks_of(example: Example, block_size: int) -> list[list[int]]:
@@ -134,7 +134,7 @@ def test_the_weights_are_constants():
         model = tiny_model(rng)
         block_size = model.config.block = rng.randint(2, 6)
         examples = [random_example(rng, block_size) for _ in range(3)]
-        [batch] = batches(examples, model.config, arguments("--batch-tokens", 9999), longest=200)
+        [batch] = forwards(examples, model.config, arguments("--batch-tokens", 9999), row_width=320)
         noisy, _ = train.losses(model, batch, "expected")
         found = gradient(noisy, model)
 

@@ -10,8 +10,8 @@ import torch
 from commands import MARS, PROMPT, command, is_refused
 from common import ROOT, toy_prompts
 
-from apps.trace import TracedDecoder
-from decode import Options, generate
+from apps.trace import make_page, trace
+from decode import Decoder, Options, generate
 from model import load
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -37,11 +37,9 @@ def toy():
 def page_of(toy, prompt: list[int], shown: str = PROMPT, **settings) -> str:
     model, chat = toy
     options = Options(**settings)
-    decoder = TracedDecoder(model, chat, options, longest=len(prompt) + options.max_new)
+    decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
-    for _ in decoder:
-        pass
-    return decoder.page(shown)
+    return make_page(shown, options, trace(decoder, chat))
 
 
 def facts_of(page: str) -> dict:
@@ -62,12 +60,13 @@ def test_the_page_says_what_was_recorded(toy, settings):
         forwards = facts_of(page_of(toy, prompt, **settings))["forwards"]
         [answer] = generate(model, [prompt], rows=1, **settings)
         assert [len(forward["tokens"]) for forward in forwards] == answer.accepted
-        assert [len(forward["checked"]) for forward in forwards] == answer.checked
-        assert [forward["positions"] for forward in forwards] == answer.positions
+        assert [forward["positions"] for forward in forwards] == answer.widths
         assert "".join(forward["text"] for forward in forwards) == chat.decode(answer.tokens)
         assert sum(answer.accepted) > answer.forwards or options.tau == 1
         if options.verify:
-            assert max(answer.checked) > 0
+            checked = answer.state.checked
+            assert [len(forward["checked"]) for forward in forwards] == checked
+            assert max(checked) > 0
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
