@@ -40,7 +40,7 @@ from plumbing.attention import attend_flex, block_mask, can_use_flex
 from plumbing.chat import Chat
 from plumbing.config import read_config
 from plumbing.data import Dataset, Example
-from plumbing.errors import UserError, run_main
+from plumbing.errors import UserError
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate, grouped, packed, round_up
@@ -84,7 +84,7 @@ class Streams(NamedTuple):
     tokens: Tensor
     pos: Tensor
     prefix: Tensor  # the number of clean tokens that a position sees: `visible` in model.py
-    doc: Tensor  # the example's number in its row
+    doc: Tensor  # the example's number in the step; -1: padding
     target: Tensor  # the next token
     noisy_weight: Tensor  # of this position's cross-entropy in the noisy loss
     clean_weight: Tensor  # and in the clean loss
@@ -138,14 +138,6 @@ def lay_out(example: Example, block: int | None, mask_id: int, weight: float, do
     return concatenate([clean_stream, mask_stream])
 
 
-def stream_length(example: Example, block: int | None) -> int:
-    """The length T of what `lay_out` makes."""
-    clean = len(example.tokens) - 1
-    if block is None:
-        return clean
-    return clean + example.targets - 1
-
-
 def target_weights(examples: list[Example], normalization: str) -> list[float]:
     """The weight of each example's targets in the loss of the whole step.
 
@@ -166,21 +158,18 @@ def forwards(
     row_width: examples are packed into rows of this width, and all forwards of all steps have one
     shape. None: every example has a row of its own, next to others of similar length.
     """
-    lengths = [stream_length(example, config.block) for example in examples]
+    weights = target_weights(examples, args.normalization)
+    streams = []
+    for doc, (example, weight) in enumerate(zip(examples, weights)):
+        streams.append(lay_out(example, config.block, config.mask_token_id, weight, doc))
+    lengths = [len(each.tokens) for each in streams]
     if row_width is None:
         plans = grouped(lengths, args.batch_tokens, size)
     else:
         plans = packed(lengths, row_width, args.batch_tokens, size)
-    weights = target_weights(examples, args.normalization)
-    mask_id = config.mask_token_id
     result = []
     for rows, width in plans[rank::size]:
-        filled = []
-        for row in rows:
-            streams = []
-            for doc, i in enumerate(row):
-                streams.append(lay_out(examples[i], config.block, mask_id, weights[i], doc))
-            filled.append(streams)
+        filled = [[streams[i] for i in row] for row in rows]
         result.append(Forward(*collate(filled, width, PADDING)))
     return result
 
@@ -226,9 +215,7 @@ def expected_weights(cross_entropy: Tensor, forward: Forward, at: tuple, block: 
     blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row for each block
     all_hold = blocks.cumprod(1)  # p1, p1 p2, ...
     gain = all_hold.flip(1).cumsum(1).flip(1)[place]
-    row, column = at
-    example = row * forward.doc.size(1) + forward.doc[at]  # a number of its own for each
-    example = example[is_mask]
+    example = forward.doc[at][is_mask]
     mean = torch.bincount(example, gain) / torch.bincount(example)
     factors = torch.ones_like(cross_entropy)
     factors[is_mask] = gain / mean[example]
@@ -472,9 +459,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    status = 0
-    try:
-        run_main(main, out_of_memory="use a smaller --batch-tokens, or --checkpoint-layers")
-    except SystemExit as stop:
-        status = stop.code
-    processes.leave(status)
+    processes.run(main, out_of_memory="use a smaller --batch-tokens, or --checkpoint-layers")

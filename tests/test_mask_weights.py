@@ -46,21 +46,20 @@ def weights(rows: list[list[Example]], B: int, p: list[dict[int, float]]) -> lis
 
     The clean tokens' cross-entropies are random, as no weight depends on them.
     """
-    filled, num_before = [], 0
+    filled, num_laid_out = [], 0
     for row in rows:
-        filled.append([lay_out(example, B, 1, 0.5, doc) for doc, example in enumerate(row)])
+        filled.append([])
+        for example in row:
+            filled[-1].append(lay_out(example, B, 1, 0.5, doc=num_laid_out))
+            num_laid_out += 1
     batch = collate(filled, 3 + max(sum(len(s.pos) for s in row) for row in filled), PADDING)
     at = train.positions_with_target(batch)
-    example_of = {}  # of (row, doc)
-    for i, row in enumerate(rows):
-        example_of |= {(i, doc): num_before + doc for doc in range(len(row))}
-        num_before += len(row)
     nats = torch.rand(len(at[0])).double()
     masks = []
     for n, (row, column) in enumerate(zip(*at)):
         pos, prefix = batch.pos[row, column].item(), batch.prefix[row, column].item()
         if prefix <= pos:
-            which = example_of[row.item(), batch.doc[row, column].item()]
+            which = batch.doc[row, column].item()
             masks.append((n, which, pos))
             nats[n] = -math.log(p[which][pos])
     found = train.expected_weights(nats, batch, at, B)
