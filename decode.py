@@ -97,8 +97,8 @@ class Options:
     verify: bool = option(False, "lossless: AR checks every guess; takes no tau")
     groups: int | None = option(
         None,
-        "with --verify: the largest number of groups of masks in a forward, as docs/lossless.md "
-        "has them (default: all likely ones; one in a batch on a CPU)",
+        "with --verify: most groups of masks in a forward, see docs/lossless.md (default: all "
+        "likely ones; one in a batch on a CPU)",
         int,
         least=1,
     )
@@ -212,9 +212,9 @@ def passing_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
 class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau.
 
-    A method has two calls. `feed` says what a forward is fed after a text, `decide` what to accept.
-    Between them Threshold keeps in `sequence.state`: tau, and the number of masks. (lossless.py has
-    the other method.)
+    A decoding method has two calls: `feed` says what a forward is fed after a text, `decide` what
+    it accepts. Between them Threshold keeps tau and the number of masks in `sequence.state`. (The
+    other method is in lossless.py.)
     """
 
     def __init__(self, block: int, options: Options, mask_id: int, longest: int):
@@ -222,11 +222,9 @@ class Threshold:
         self.block = block
         self.options = options
         self.mask_id = mask_id
-        # A forward is fed the tokens accepted by the last one, and with the paper's cache all of
-        # the open cache block.
-        most_real = block + 1
+        most_real = block + 1  # tokens that the last forward accepted
         if options.block_cache:
-            most_real = min(options.block_cache, longest)
+            most_real = min(options.block_cache, longest)  # or a whole cache block
         self.widest = most_real + block  # positions of a forward, prefills aside
 
     def feed(self, sequence: Sequence, room: float, num_waiting: int) -> list[Position]:
@@ -242,7 +240,7 @@ class Threshold:
         if not is_plain_ar(tau, self.options.metric):
             # The first candidate needs no mask, so room - 1 masks fill the room in a cache block.
             num_masks = min(self.block, room - 1)
-        sequence.state = tau, num_masks
+        sequence.state = (tau, num_masks)
         end = len(sequence.text)
         return [(self.mask_id, pos, end) for pos in range(end, end + num_masks)]
 
