@@ -1,7 +1,6 @@
 """What the benchmarks share: problems, answers, random models, timing, tables, arguments."""
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import re
@@ -71,13 +70,20 @@ def accuracy(chat: Chat, answers: list[Sequence], problems: list[dict]) -> str:
 
 
 def tokens_per_forward(answers: list[Sequence]) -> float:
-    return sum(len(answer.tokens) for answer in answers) / sum(a.forwards for a in answers)
+    """All tokens over all forwards."""
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    return num_tokens / sum(answer.forwards for answer in answers)
 
 
 def positions_per_forward(answers: list[Sequence]) -> float:
     """Positions that the model computed per row and forward, prefills aside."""
-    widths = [width for answer in answers for width in answer.positions[1:]]
-    return sum(widths) / max(1, len(widths))
+    after_prefill = [width for answer in answers for width in answer.positions[1:]]
+    return sum(after_prefill) / max(1, len(after_prefill))
+
+
+def checked(answer: Sequence) -> list[int]:
+    """How many guesses each forward checked."""
+    return answer.checked
 
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied; Qwen2.5's if unnamed
@@ -146,15 +152,6 @@ def in_turn(
             results[name], taken = timed(work, device)
             seconds[name].append(taken)
     return results, seconds
-
-
-def forget_peak(device: torch.device) -> None:
-    """Let `peak_memory` begin anew; on a CPU, this needs Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
 
 
 def machine(model: Qwen2) -> str:
@@ -228,23 +225,6 @@ def add_rows(parser: Parser, default: int | list[int]) -> None:
     nargs = "+" if isinstance(default, list) else None
     kind = number(int, 1)
     parser.add_argument("--rows", type=kind, nargs=nargs, default=default, help="decoded at a time")
-
-
-def add_rounds(parser: Parser, default: int) -> None:
-    help = "how often all settings run in turn"
-    parser.add_argument("--rounds", type=number(int, 1), default=default, help=help)
-
-
-def plot_file(name: str) -> Path:
-    """An argparse type: refuse, before any work is done, a plot that could not be written."""
-    file = path(name)
-    if file.suffix not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError(f"{name}: must end with .png, .pdf or .svg")
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{name}: there is no directory {file.parent}")
-    if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{name}: is a directory")
-    return file
 
 
 def require(package: str) -> None:
