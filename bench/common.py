@@ -75,15 +75,13 @@ def tokens_per_forward(answers: list[Sequence]) -> float:
     return num_tokens / sum(answer.forwards for answer in answers)
 
 
-def positions_per_forward(answers: list[Sequence]) -> float:
-    """Positions that the model computed per row and forward, prefills aside."""
-    after_prefill = [width for answer in answers for width in answer.positions[1:]]
+def positions_per_forward(widths: list[list[int]]) -> float:
+    """Positions that the model computed per row and forward, prefills aside.
+
+    widths: of the forwards of each answer.
+    """
+    after_prefill = [width for answer in widths for width in answer[1:]]
     return sum(after_prefill) / max(1, len(after_prefill))
-
-
-def checked(answer: Sequence) -> list[int]:
-    """How many guesses each forward checked."""
-    return answer.checked
 
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied; Qwen2.5's if unnamed

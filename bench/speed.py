@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from bench import common
-from decode import Decoder, Options, Sequence
+from decode import Decoder, Options
 from kv_cache import KVCache
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
@@ -50,10 +50,16 @@ NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
 
 
 class Answer(NamedTuple):
-    """What a way to decode gave for a prompt."""
+    """What a way to decode gave for a prompt; transformers tells no more than the tokens."""
 
     tokens: list[int]
-    sequence: Sequence | None  # with statistics of our decoder
+    accepted: list[int] = []  # an entry for each forward: how many tokens it gave
+    widths: list[int] = []  # and how many positions it computed
+    checked: list[int] = []  # and guesses it checked, with --verify
+
+    @property
+    def forwards(self) -> int:
+        return len(self.accepted)
 
 
 Way = Callable[[list[list[int]], int], list[Answer]]  # of prompts and max_new
@@ -72,7 +78,7 @@ class Ours:
         for _ in self.decoder:
             pass
         self.decoder.scheduler.clear_done()  # or the same prompts would cost nothing the next time
-        return [Answer(sequence.tokens, sequence) for sequence in sequences]
+        return [Answer(s.tokens, s.accepted, s.positions, s.checked) for s in sequences]
 
 
 class Theirs:
@@ -115,7 +121,7 @@ class Theirs:
                 **options,
             )
             for tokens in output[:, width:].tolist():
-                answers.append(Answer(through_end(tokens, self.ends), None))
+                answers.append(Answer(through_end(tokens, self.ends)))
         return answers
 
 
@@ -200,20 +206,19 @@ def tokens_per_second(answers: list[Answer], seconds: list[float]) -> list[float
 
 def per_forward(answers: list[Answer], ratio: float) -> list[str]:
     """What PER_FORWARD names; empty for answers of others."""
-    sequences = [answer.sequence for answer in answers if answer.sequence]
-    if not sequences:
+    if not answers[0].accepted:
         return [""] * len(PER_FORWARD)
-    tokens = common.tokens_per_forward(sequences)
-    positions = common.positions_per_forward(sequences)
-    return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}", held_ahead(sequences)]
+    tokens = common.tokens_per_forward(answers)
+    positions = common.positions_per_forward([answer.widths for answer in answers])
+    return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}", held_ahead(answers)]
 
 
-def held_ahead(sequences: list[Sequence]) -> str:
+def held_ahead(answers: list[Answer]) -> str:
     """Of the guesses that were checked 1, 2, ... places ahead, the share that held."""
     checked = Counter()
     held = Counter()
-    for sequence in sequences:
-        for num_checked, num_accepted in zip(common.checked(sequence), sequence.accepted):
+    for answer in answers:
+        for num_checked, num_accepted in zip(answer.checked, answer.accepted):
             checked.update(range(1, num_checked + 1))
             held.update(range(1, num_accepted))
     return " ".join(f"{held[ahead] / checked[ahead]:.2f}" for ahead in sorted(checked))

@@ -233,7 +233,9 @@ def train_baseline(loss_of, args) -> None:
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in LOSSES:
         names = "|".join(LOSSES)
-        raise UserError(f"usage: python -m experiments.paper.baselines {names} [train.py's options]")
+        raise UserError(
+            f"usage: python -m experiments.paper.baselines {names} [train.py's options]"
+        )
     args = train.parse_arguments(sys.argv[2:])
     if not args.steps:
         raise UserError("--steps: how many?")

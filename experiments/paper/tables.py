@@ -74,20 +74,75 @@ class WithDraft:
     @torch.inference_mode()
     def answer(self, prompt: list[int], max_new: int) -> Answer:
         text = list(prompt)
-        num_forwards = 0
-        num_positions = 0
+        accepted = []
+        widths = []
         self.cache.begin(0)
         while not is_complete(text[len(prompt) :], self.target, max_new):
-            room = max_new - len(text) + len(prompt)
-            proposed = self.draft.add(text, max_new=min(NUM_PROPOSED, room))
-            for _ in self.draft:
+            room = len(prompt) + max_new - len(text)
+            draft = self.draft.add(text, max_new=min(NUM_PROPOSED, room))
+            for _ in self.draft:  # it computes only what is new in the text
                 pass
-            accepted, width = self.check(text, proposed.tokens)
-            text += accepted
-            num_forwards += 1
-            num_positions += width
-        tokens = through_end(text[len(prompt) :], self.target, max_new)
-        return Answer(tokens, None)
+            tokens, width = self.check(text, draft.tokens)
+            text += tokens
+            accepted.append(len(tokens))
+            widths.append(width)
+        # Nobody checked what the masks added, so nothing is said of guesses that held.
+        return Answer(through_end(text[len(prompt) :], self.target, max_new), accepted, widths)
 
     def check(self, text: list[int], proposed: list[int]) -> tuple[list[int], int]:
-        """One forward of the target."""
+        """The tokens that one forward of the target accepts, and its width."""
+        num_cached = self.cache.lengths[0]
+        longer = text + proposed
+        feed = [(longer[pos], pos, pos + 1) for pos in range(num_cached, len(longer))]
+        last = len(text) - num_cached - 1  # the column of the text's last token
+        groups = len(feed)  # where the groups of masks begin
+        for prefix in range(len(text), len(longer) + 1):
+            for pos in range(prefix, prefix + self.block):
+                feed.append((self.target.config.mask_token_id, pos, prefix))
+        device = self.target.device
+        tokens, pos, prefix = torch.tensor([feed], device=device).unbind(-1)  # (1, T)
+        self.cache.reserve(len(feed))
+        mask = self.cache.mask(pos, prefix)
+        hidden = self.forward(tokens, pos, mask, is_prefill=num_cached == 0)
+        columns = torch.arange(last, groups, device=device)[None]
+        ar_tokens = self.forward.logits_at(hidden, columns).argmax(-1)[0].tolist()
+        held = count_held(ar_tokens, proposed)
+        self.cache.commit([last + 1 + held])
+        accepted = ar_tokens[: held + 1]
+        if self.block:
+            first = groups + held * self.block  # the group that saw exactly what held
+            columns = [last + held, *range(first, first + self.block)]
+            logits = self.forward.logits_at(hidden, torch.tensor([columns], device=device))
+            confidence, candidates = logits.softmax(-1).max(-1)  # AR's token, then the masks'
+            tau = torch.tensor([self.tau], device=device)
+            [num_passing] = passing_lengths(confidence, tau, "probability").tolist()
+            accepted += candidates[0, 1:num_passing].tolist()
+        return accepted, len(feed)
+
+
+def main() -> None:
+    parser = Parser("The paper's Tables 5 and 6.")
+    add = parser.add_argument
+    add("--table5", action="store_true", help="AR, no cache, block caches and our cursor")
+    add("--table6", metavar="DRAFT", help="with a draft model, one row: directory or hub id")
+    add_settings(parser)
+    args = parser.parse_args()
+    if not (args.table5 or args.table6):
+        parser.error("choose --table5 or --table6")
+    problems = common.read_problems(args.data, args.limit)
+    device, dtype = find_device(args.device, args.dtype)
+    model, chat = load(args.model, device, dtype)
+    if args.table6:
+        draft, draft_chat = load(args.table6, device, dtype)
+        if chat.tokenizer.get_vocab() != draft_chat.tokenizer.get_vocab():
+            raise UserError(f"{args.table6}: its tokenizer is not that of {args.model}")
+    print(f"{args.model}, {len(problems)} problems, {args.rounds} rounds\n{common.machine(model)}")
+    if args.table5:
+        compare(table5, model, chat, problems, args)
+    if args.table6:
+        args.rows = [1]
+        compare(functools.partial(table6, draft), model, chat, problems, args)
+
+
+if __name__ == "__main__":
+    run_main(main)
