@@ -231,22 +231,26 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
     }
 
 
+def complete_all(pieces: list[Piece], jobs: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every record is of float32 on a CPU
+    os.environ["OMP_NUM_THREADS"] = "1"  # two processes with two threads each are far slower
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+        for _ in tqdm(pool.imap_unordered(Piece.complete, pieces), total=len(pieces)):
+            pass
+
+
 def main() -> None:
     parser = Parser("The paper's claims at a scale that a laptop reaches.")
     help = "pieces at a time, one thread each"
     parser.add_argument("--jobs", type=number(int, 1), default=2, help=help)
     args = parser.parse_args()
-    plan = Plan()
     require("matplotlib")
+    plan = Plan()
     pieces = plan.pieces()
     missing = [piece for piece in pieces if not piece.is_complete()]
     if missing:
         make_data(plan)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every record is of float32 on a CPU
-        os.environ["OMP_NUM_THREADS"] = "1"  # two processes with two threads each are far slower
-        with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
-            for _ in tqdm(pool.imap_unordered(Piece.complete, missing), total=len(missing)):
-                pass
+        complete_all(missing, args.jobs)
     report.write_report([piece.record for piece in pieces], plan.out)
     print(f"{relative(plan.out)}/paper.md")
 
