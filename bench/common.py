@@ -126,15 +126,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """What `work` returns, and the seconds that it took."""
-    wait(device)
-    began = time.perf_counter()
-    result = work()
-    wait(device)
-    return result, time.perf_counter() - began
-
-
 def in_turn(
     ways: dict[str, Callable[[], Result]], rounds: int, device: torch.device
 ) -> tuple[dict[str, Result], dict[str, list[float]]]:
@@ -147,8 +138,11 @@ def in_turn(
     seconds = {name: [] for name in ways}
     for _ in range(rounds):
         for name, work in ways.items():
-            results[name], taken = timed(work, device)
-            seconds[name].append(taken)
+            wait(device)
+            began = time.perf_counter()
+            results[name] = work()
+            wait(device)
+            seconds[name].append(time.perf_counter() - began)
     return results, seconds
 
 
@@ -193,11 +187,7 @@ def add_problems(parser: Parser, limit: int | None = None) -> None:
     add = parser.add_argument
     add("--data", type=path, default=TOY / "test.jsonl", help="JSONL with prompt and answer")
     add("--limit", type=number(int, 1), default=limit, help="only the first so many problems")
-    add_max_new(parser)
-
-
-def add_max_new(parser: Parser) -> None:
-    parser.add_argument("--max-new", type=number(int, 1), default=256, help="tokens per answer")
+    add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
 
 
 def add_taus(parser: Parser, default: list[float]) -> None:
