@@ -152,7 +152,7 @@ def figures(model: Qwen2, answers: list[Sequence], accuracy: str, gaps: list[flo
         f"{statistics.median(each):.2f}",
         f"{1 - len(others) / len(answers):.1%}",
         without,
-        f"{common.positions_per_forward([answer.positions for answer in answers]):.1f}",
+        f"{common.positions_per_forward([answer.widths for answer in answers]):.1f}",
         f"{len(answers) - len(gaps)}",
         f"{num_ties}",
         f"{len(gaps) - num_ties}",

@@ -33,14 +33,14 @@ from decode import Decoder, Options
 from kv_cache import KVCache
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
-from plumbing.attention import FastForward
+from plumbing.attention import FastModel
 from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.data import Example
 from plumbing.errors import run_main
 from plumbing.packing import collate
 from plumbing.processes import peak_memory
-from train import PADDING, Batch, lay_out, losses
+from train import PADDING, Forward, lay_out, losses
 
 RIVALS = ("prompt lookup", "AR")  # of --transformers
 PER_FORWARD = ("tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead")
@@ -78,7 +78,13 @@ class Ours:
         for _ in self.decoder:
             pass
         self.decoder.scheduler.clear_done()  # or the same prompts would cost nothing the next time
-        return [Answer(s.tokens, s.accepted, s.positions, s.checked) for s in sequences]
+        answers = []
+        for sequence in sequences:
+            checked = []
+            if self.decoder.options.verify:
+                checked = sequence.state.checked
+            answers.append(Answer(sequence.tokens, sequence.accepted, sequence.widths, checked))
+        return answers
 
 
 class Theirs:
@@ -150,7 +156,7 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
     ways["verify, B 3"] = ours(verify=True, block=3)  # fewer positions
     if rows == 1:
         ways["verify, no lookup"] = ours(verify=True)
-        ways["verify, no lookup"].decoder.lossless.looks_up = False
+        ways["verify, no lookup"].decoder.method.looks_up = False
     return ways
 
 
@@ -228,7 +234,7 @@ def widths(model: Qwen2, args) -> None:
     """Print what a forward of one row costs after 200 tokens, by the number of its positions."""
     cache = KVCache(model.config, 1, 256, model.device, model.dtype)
     cache.lengths = [200]
-    advance = FastForward(model, cache, args.compile)
+    advance = FastModel(model, cache, args.compile)
 
     @torch.inference_mode()
     def forward(width: int) -> list[int]:
@@ -257,7 +263,7 @@ def training(model: Qwen2, args) -> None:
     model.float().requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step(batch: Batch) -> float:
+    def step(batch: Forward) -> float:
         """The peak of memory in GiB."""
         forget_peak(device)
         with autocast:
@@ -284,7 +290,7 @@ def training(model: Qwen2, args) -> None:
     print(f"\n{common.table(head, rows)}")
 
 
-def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: int) -> Batch:
+def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: int) -> Forward:
     """A prompt and a response of max_new tokens in each row; without masks if block is None."""
     rng = random.Random(0)
     streams = []
@@ -292,7 +298,8 @@ def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: in
         tokens = [rng.randrange(mask_id) for _ in range(2 * max_new)]
         example = Example(tokens, prompt=max_new)
         streams.append(lay_out(example, block, mask_id, weight=1 / (max_new * num_examples)))
-    return collate([[stream] for stream in streams], len(streams[0].tokens), PADDING)
+    rows = [[stream] for stream in streams]
+    return Forward(*collate(rows, len(streams[0].tokens), PADDING))
 
 
 def forget_peak(device: torch.device) -> None:

@@ -30,7 +30,6 @@ from torch import Tensor
 from tqdm import trange
 
 import train
-from lossless import count_held
 from model import Qwen2, load, visible
 from plumbing.arguments import find_device
 from plumbing.config import config_json
@@ -39,6 +38,7 @@ from plumbing.errors import UserError, run_main
 from plumbing.files import save
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import round_up
+from plumbing.scheduler import num_in_common
 
 
 class Answer(NamedTuple):
@@ -182,7 +182,7 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
         positions = torch.arange(tokens.size(1), device=model.device)[None]
         hidden = model(tokens, positions, None)[0, len(text) - 1 :]
         predicted = model.logits(hidden).argmax(-1).tolist()
-        held = count_held(predicted, guesses)
+        held = num_in_common(predicted, guesses)
         text += predicted[: held + 1]
         forwards += 1
         guesses = predicted[held + 1 :]
@@ -196,7 +196,7 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
 
 def over_t_loss(model: Qwen2, example: Example, args) -> Tensor:
     layout = train.lay_out(example, args.block, model.config.mask_token_id, 1 / example.targets)
-    batch = train.Batch(*(field[None] for field in layout))  # one row
+    batch = train.Forward(*(field[None] for field in layout))  # one row
     noisy, clean = train.losses(model, batch.to(model.device))
     return (noisy + args.ar_weight * clean) / noise(example, 0)[0]
 

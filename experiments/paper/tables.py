@@ -22,11 +22,11 @@ from bench.speed import Answer, Ours, Way, add_settings, compare
 from decode import Decoder, Options, passing_lengths
 from experiments.paper.baselines import is_complete, through_end
 from kv_cache import KVCache
-from lossless import count_held
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
-from plumbing.attention import FastForward
+from plumbing.attention import FastModel
 from plumbing.errors import UserError, run_main
+from plumbing.scheduler import num_in_common
 
 BLOCK_CACHES = (4, 8, 16, 32, 64, 128, 256)
 NUM_PROPOSED = 4  # K
@@ -66,7 +66,7 @@ class WithDraft:
         self.draft = Decoder(draft, Options(tau=draft_tau), rows=1, longest=longest)
         widest = (NUM_PROPOSED + 1) * (1 + self.block)
         self.cache = KVCache(target.config, 1, longest + widest, target.device, target.dtype)
-        self.forward = FastForward(target, self.cache, compile=False)
+        self.forward = FastModel(target, self.cache, compile=False)
 
     def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
         return [self.answer(prompt, max_new) for prompt in prompts]
@@ -106,7 +106,7 @@ class WithDraft:
         hidden = self.forward(tokens, pos, mask, is_prefill=num_cached == 0)
         columns = torch.arange(last, groups, device=device)[None]
         ar_tokens = self.forward.logits_at(hidden, columns).argmax(-1)[0].tolist()
-        held = count_held(ar_tokens, proposed)
+        held = num_in_common(ar_tokens, proposed)
         self.cache.commit([last + 1 + held])
         accepted = ar_tokens[: held + 1]
         if self.block:

@@ -124,7 +124,7 @@ def test_the_median_and_the_answers_without_repetition(monkeypatch):
     texts = (([1] * 40, 4), (list(range(8)), 4), (list(range(9)), 3))
     answers = []
     for tokens, forwards in texts:
-        answers.append(SimpleNamespace(tokens=tokens, forwards=forwards, positions=[1] * forwards))
+        answers.append(SimpleNamespace(tokens=tokens, forwards=forwards, widths=[1] * forwards))
     found = dict(zip(quality.COLUMNS, quality.figures(None, answers, "", gaps=[]), strict=True))
     assert found["tokens/forward"] == "5.18"  # 57 / 11
     assert found["median"] == "3.00"
