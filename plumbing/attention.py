@@ -67,6 +67,7 @@ class FastModel:
         self.config = model.config
         self.cache = cache
         self.fast = fast_copy(model)
+        self.logits_at = self.fast.logits_at
         self.compiled = compile_forward(model, cache) if compile else None
         self.num_threads = torch.get_num_threads()  # a later change must not change how it rounds
 
@@ -77,10 +78,6 @@ class FastModel:
             forward = self.compiled
         mask = fold(mask, self.config, self.num_threads, self.fast.dtype)
         return forward(tokens, pos, mask, self.cache, attend_folded)
-
-    def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:
-        """See Qwen2.logits_at."""
-        return self.fast.logits_at(hidden, columns)
 
 
 def compile_forward(model: nn.Module, cache) -> Callable[..., Tensor]:
