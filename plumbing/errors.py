@@ -6,6 +6,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
+from .cpu import use_free_cores
+
 # A terminal obeys control characters: in a text from elsewhere they are shown as signs instead.
 VISIBLE = {code: 0x2400 + code for code in range(32)} | {127: 0x2421}
 VISIBLE |= dict.fromkeys(range(128, 160), 0xFFFD)
@@ -35,6 +37,7 @@ def run_main(
 ) -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
     mend_streams()
+    use_free_cores()
     try:
         main()
         sys.stdout.flush()
