@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterator
 
 from .cpu import use_free_cores
 
-# A terminal obeys control characters: in a text from elsewhere they are shown as signs instead.
-VISIBLE = {code: 0x2400 + code for code in range(32)} | {127: 0x2421}
-VISIBLE |= dict.fromkeys(range(128, 160), 0xFFFD)
-
 
 class UserError(ValueError):
     """Something the user can fix. The message says what is wrong, where, and what to do."""
@@ -71,7 +67,7 @@ def mend_streams() -> None:
 
 
 def stop(message: str) -> None:
-    print(f"error: {message}".translate(VISIBLE), file=sys.stderr)
+    print("error:", *message.splitlines(), file=sys.stderr)  # one line
     sys.exit(2)
 
 
