@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import UserError, describe
+from .errors import UserError, describe, failure_as
 
 # ------------------------------------------------------------------------------------------ reading
 
@@ -42,32 +42,23 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
     """All tensors of model.safetensors, or of the shards in its index, straight to `device`."""
     tensors = {}
     for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as shard:
-                for name in shard.keys():
-                    tensor = shard.get_tensor(name)
-                    check_dtype(f"{path}: tensor {name}", tensor.dtype)
-                    tensors[name] = tensor.to(dtype)
-                    if not tensors[name].sum().isfinite():  # quicker than to look at each number
-                        raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
-        except FileNotFoundError:  # also if it may not be read
-            reason = "cannot be read" if path.exists() else "no such file"
+        if not path.is_file():
             hint = "is the download complete? To start without weights: train.py --from-scratch"
-            raise UserError(f"{path}: {reason} ({hint})") from None
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: damaged ({describe(error)})") from None
-        except RuntimeError as error:  # out of memory, on a CPU or a GPU
-            size = sum(path.stat().st_size for path in weight_files(directory)) / 2**30
-            message = f"{directory}: {size:.1f} GiB of weights do not fit: {describe(error)}"
-            raise UserError(message) from None
+            raise UserError(f"{path}: no such file ({hint})")
+        with (
+            failure_as(f"{path}: damaged, or too large for this machine"),
+            safe_open(path, framework="pt", device=str(device)) as shard,
+        ):
+            for name in shard.keys():
+                tensor = shard.get_tensor(name)
+                if tensor.dtype not in WEIGHT_DTYPES:
+                    kind = str(tensor.dtype).removeprefix("torch.")
+                    hint = "get the model unquantized, in bfloat16 or float32"
+                    raise UserError(f"{path}: tensor {name} is {kind}; {hint}")
+                tensors[name] = tensor.to(dtype)
+                if not tensors[name].sum().isfinite():  # quicker than to look at each number
+                    raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
     return tensors
-
-
-def check_dtype(what: str, dtype: torch.dtype) -> None:
-    """Raise UserError for whole numbers, and for fewer bits, which have scales somewhere."""
-    if dtype not in WEIGHT_DTYPES:
-        kind = str(dtype).removeprefix("torch.")
-        raise UserError(f"{what} is {kind}; get the model unquantized, in bfloat16 or float32")
 
 
 def weight_files(directory: Path) -> list[Path]:
