@@ -59,14 +59,14 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
     while True:
         tokens = torch.tensor([text + masks], device=model.device)  # (1, T)
         positions = torch.arange(tokens.size(1), device=model.device)[None]
-        hidden = model(tokens, positions, mask=None)  # causal: nothing sees what follows it
+        hidden = model(tokens, positions, mask=None)  # plain causal attention
         # The last token of the text predicts the next one, and each mask the one after its place.
         columns = torch.arange(len(text) - 1, len(text) + block, device=model.device)[None]
         logits = model.logits_at(hidden, columns)  # (1, B + 1, V)
         confidence, candidates = logits[0].softmax(-1).max(-1)
         for i, token in enumerate(candidates.tolist()):
-            is_sure = confidence[i] >= tau and tau < 1  # at tau 1 never: it may be rounded to 1
-            if i > 0 and not is_sure:
+            passes = confidence[i] >= tau and tau < 1  # a confidence may be rounded to 1
+            if i > 0 and not passes:
                 break
             text.append(token)
             is_full = len(text) == len(prompt) + max_new
@@ -78,7 +78,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 DEFAULT_TAU = {"probability": 0.95, "margin": 0.95, "entropy": 0.2}  # of each metric
 Tau = float | Callable[[int], float]  # a number, or a function of the number of waiting prompts
-Position = tuple[int, int, int]  # token, pos, prefix: see `Decoder.advance`
+Fed = tuple[int, int, int]  # what a forward is fed at a position: see `Decoder.advance`
 
 
 @dataclass
@@ -181,7 +181,7 @@ def check_tau(tau: float, metric: str) -> None:
 
 
 def is_plain_ar(tau: float, metric: str) -> bool:
-    """Is this tau plain AR? Then no masks are fed: a probability that rounds to 1 would pass."""
+    """Is this tau plain AR? Then no masks are fed, so no probability that rounds to 1 can pass."""
     return tau == 0 if metric == "entropy" else tau == 1
 
 
@@ -212,9 +212,10 @@ def passing_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
 class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau.
 
-    A decoding method has two calls: `feed` says what a forward is fed after a text, `decide` what
-    it accepts. Between them Threshold keeps tau and the number of masks in `sequence.state`. (The
-    other method is in lossless.py.)
+    A decoding method has two calls: `feed` says what a forward is fed after a text. `decide` gives
+    each row its new tokens, and how many of them were already fed (as guesses, in lossless.py, the
+    other method; here none). In `sequence.state` Threshold keeps tau and the number of masks from
+    one call to the other.
     """
 
     def __init__(self, block: int, options: Options, mask_id: int, longest: int):
@@ -222,15 +223,16 @@ class Threshold:
         self.block = block
         self.options = options
         self.mask_id = mask_id
-        most_real = block + 1  # tokens that the last forward accepted
+        most_real = block + 1  # KVCache: the tokens that the last forward accepted
         if options.block_cache:
-            most_real = min(options.block_cache, longest)  # or a whole cache block
+            most_real = min(options.block_cache, longest)  # BlockCache: a whole cache block
         self.widest = most_real + block  # positions of a forward, prefills aside
 
-    def feed(self, sequence: Sequence, room: float, num_waiting: int) -> list[Position]:
+    def feed(self, sequence: Sequence, room: float, num_waiting: int) -> list[Fed]:
         """The masks that follow a text. Raises whatever a tau function does, or UserError.
 
-        room: how many tokens this forward may accept. num_waiting: prompts without a row.
+        room: how many tokens this forward may accept, as the cache says; KVCache sets no limit.
+        num_waiting: prompts without a row.
         """
         tau = sequence.tau
         if callable(tau):
@@ -238,7 +240,7 @@ class Threshold:
             check_tau(tau, self.options.metric)
         num_masks = 0
         if not is_plain_ar(tau, self.options.metric):
-            # The first candidate needs no mask, so room - 1 masks fill the room in a cache block.
+            # The first candidate needs no mask, so room - 1 masks are enough.
             num_masks = min(self.block, room - 1)
         sequence.state = (tau, num_masks)
         end = len(sequence.text)
@@ -247,7 +249,7 @@ class Threshold:
     def decide(
         self, model: FastModel, hidden: Tensor, last: list[int], sequences: list[Sequence | None]
     ) -> list[tuple[list[int], int]]:
-        """For each row the candidates that pass tau, and 0: none of them was fed as a guess.
+        """For each row the candidates that pass tau, and 0: none of them was fed before.
 
         hidden (R, T, D) of what was fed; last: the column of each row's last real token.
 
@@ -259,11 +261,12 @@ class Threshold:
         states = [sequence.state if sequence else (1.0, 0) for sequence in sequences]
         taus = [tau for tau, _ in states]
         num_candidates = [1 + num_masks for _, num_masks in states]
-        # Rows with fewer candidates get columns to spare, which are not read below.
+        # Rows with fewer candidates get columns to spare. What is there is cut off at the end, so
+        # that a row at tau 1 takes one candidate. (`logits_at` allows columns after the last one.)
         most = max(num_candidates)
         columns = torch.tensor([list(range(first, first + most)) for first in last])
         logits = model.logits_at(hidden, columns.to(hidden.device))  # (R, C, V)
-        ahead = [0] * len(sequences)  # a row's first candidate comes right after its text
+        ahead = [0] * len(sequences)  # places between a row's text and its first candidate
         scores = with_dice(logits, sequences, options.temperature, options.seed, ahead)
         candidates = scores.argmax(-1)  # (R, C)
         confidence = confidences(logits.softmax(-1), candidates, options.metric)
@@ -281,7 +284,8 @@ class Threshold:
 class Decoder:
     """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
 
-    Every `step` is one forward: of waiting prompts if rows are free, else of all rows that go on.
+    Every `step` is one forward: a prefill of waiting prompts alone if there are rows for them, else
+    one of all rows that go on.
     A row feeds the tokens of its text that are not in the cache yet; the method adds masks or
     guesses, and says what is accepted. Accepted tokens enter the cache when the next forward feeds
     them. (When the weights of the model change, make a new decoder: this one keeps a copy of the
@@ -350,15 +354,16 @@ class Decoder:
         """One forward; the sequences in it, with their new tokens. [] if all are done."""
         scheduler = self.scheduler
         rows = scheduler.admit()  # a slice: adjacent rows that got a waiting prompt
-        if scheduler.sequences[rows]:
-            return self.advance(scheduler.sequences[rows], rows, is_prefill=True)
+        admitted = scheduler.sequences[rows]
+        if admitted:
+            return self.advance(admitted, rows, is_prefill=True)
         text_lengths = {}  # of each row that goes on
         for row, sequence in enumerate(scheduler.sequences):
             if sequence and not sequence.done:
                 text_lengths[row] = len(sequence.text)
         if not text_lengths:
             return []
-        scheduler.clear_done()  # after `admit`, which may reuse a finished row's cached prompt
+        scheduler.clear_done()  # after `admit`: a prompt may begin like a text that is cached
         sequences = list(scheduler.sequences)
         for row in self.cache.rows_that_wait(text_lengths):
             sequences[row] = None
@@ -369,7 +374,7 @@ class Decoder:
     ) -> list[tuple[Sequence, list[int]]]:
         """One forward of some rows of the cache; a row is idle if its sequence is None.
 
-        Every position is (token, pos, prefix); prefix is how many tokens of the text it sees
+        A position is fed (token, pos, prefix): prefix is how many tokens of the text it sees
         (`visible` in model.py). The text a b c, of which the cache has a b, and B = 2 masks:
 
             token    c | M M
@@ -380,38 +385,41 @@ class Decoder:
         num_real = []  # per row: how many of them are tokens of its text
         for row, sequence in zip(range(len(self.cache.lengths))[rows], sequences):
             real = []
-            extra = []
+            after_text = []
             if sequence:
                 for pos in range(self.cache.lengths[row], len(sequence.text)):
                     real.append((sequence.text[pos], pos, pos + 1))
-                extra = self.extra(sequence, row)
-            feeds.append(real + extra)
+                after_text = self.feed_after_text(sequence, row)
+            feeds.append(real + after_text)
             num_real.append(len(real))
 
         width = max(map(len, feeds))
         if self.options.compile and not is_prefill and width > 1:
             width = max(width, self.method.widest)  # so only two widths: 1 (plain AR) and this
-        padding = (self.mask_id, 0, 1)  # sees slot 0: a softmax over nothing would be NaN
+        padding = (self.mask_id, 0, 1)  # it sees one token: a softmax over nothing would be NaN
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
         tokens, pos, prefix = torch.tensor(padded, device=self.cache.device).unbind(-1)  # (R, T)
         self.cache.reserve(width, rows)
         mask = self.cache.mask(pos, prefix)
         hidden = self.model(tokens, pos, mask, is_prefill)  # (R, T, D)
 
-        going_on = [sequence if sequence and not sequence.done else None for sequence in sequences]
+        going_on = list(sequences)
+        for row, sequence in enumerate(sequences):
+            if sequence and sequence.error:
+                going_on[row] = None
         last = [max(0, real - 1) for real in num_real]  # column of the last real token
         decisions = self.method.decide(self.model, hidden, last, going_on)
         news = []
         for sequence, (accepted, _) in zip(sequences, decisions):
             if sequence:
                 news.append((sequence, sequence.take(accepted, width)))
-        # cached tokens += real tokens that were fed + guesses that were fed and hold.
+        # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses.
         # (Last: after an interrupt before it, the next forward feeds these tokens once more.)
         self.cache.commit([real + held for real, (_, held) in zip(num_real, decisions)])
         return news
 
-    def extra(self, sequence: Sequence, row: int) -> list[Position]:
-        """What the method feeds after a text. If it cannot (an impossible tau), the text ends."""
+    def feed_after_text(self, sequence: Sequence, row: int) -> list[Fed]:
+        """What the method feeds. If its tau fails, the sequence ends, with the error."""
         room = self.cache.room(row, len(sequence.text))
         try:
             return self.method.feed(sequence, room, len(self.scheduler.waiting))

@@ -21,8 +21,8 @@ class KVCache:
         row 0    p p p p a a M M M           length 4: two of the five count, then 6
         row 1    p p p p p p a M M M .       length 6: one of the five counts, then 7
 
-    (p: cached before. Five positions were written to each row: a: tokens accepted last time, M: one
-    of B = 3 masks, .: padding. What counts is said by commit([2, 1]).)
+    p was cached before. Five positions were written to each row: a are tokens accepted last time, M
+    one of B = 3 masks, and . is padding. commit([2, 1]) says what counts.
 
     A text starts with `begin`. Then every forward, in this order:
         reserve   its T positions get the slots after each row's length
@@ -125,6 +125,10 @@ class KVCache:
 class BlockCache(KVCache):
     """The paper's way: an answer enters the cache in whole blocks of N tokens, here N = 4.
 
+    The tokens of an open (not yet full) block are fed again by every forward. A full block is fed
+    once more, by the forward that opens the next one, and kept. That forward is for all rows at
+    once, so a row whose block is full waits for the others.
+
         cached      | cache block | fed by the next forward
         p p p p p p | a . . .     | a M M       three places are open: two masks, three candidates
         p p p p p p | a a a .     | a a a       one is open: no mask, one candidate
@@ -132,7 +136,7 @@ class BlockCache(KVCache):
         p p p p p p | a a a a     | a a a a M M M     then it is fed as a whole, and kept
 
     (p: the prompt, a: accepted, M: one of B = 3 masks.) The blocks are counted from the end of the
-    prompt. `KVCache` needs none of this; it is here to compare with.
+    prompt. `KVCache` needs none of this; BlockCache is here to compare with.
     """
 
     def __init__(self, *args, size: int, **options):
@@ -145,26 +149,25 @@ class BlockCache(KVCache):
         super().begin(row, num_kept)
         self.prompt_lengths[row] = prompt_length
 
-    def num_in_open_block(self, row: int, text_length: int) -> int:
-        """Tokens of a text of this length that are in a block that is not full."""
+    def num_open(self, row: int, text_length: int) -> int:
+        """How many tokens of a text of this length are in an open block; 0 if it has none."""
         return (text_length - self.prompt_lengths[row]) % self.size
 
     def commit(self, counts: list[int]) -> None:
-        """Of the first counts[i] positions, keep those that fill blocks, and all of the prompt."""
+        """Of the first counts[i] positions keep the prompt and full blocks, but no open block."""
         super().commit(counts)
         for row in range(len(self.lengths))[self.rows]:
-            fed = self.lengths[row]  # the prompt and the answer, as far as they were fed
-            self.lengths[row] -= self.num_in_open_block(row, fed)
+            self.lengths[row] -= self.num_open(row, self.lengths[row])
 
     def room(self, row: int, text_length: int) -> int:
         """How many tokens a forward may accept: the places in the open block, or in the next."""
-        return self.size - self.num_in_open_block(row, text_length)
+        return self.size - self.num_open(row, text_length)
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
-        """The rows whose block is full, as long as another row has an open one."""
+        """The rows whose last block is full, as long as another row has an open one."""
         full = set()
         for row, length in text_lengths.items():
-            if self.num_in_open_block(row, length) == 0:
+            if self.num_open(row, length) == 0:
                 full.add(row)
         if len(full) == len(text_lengths):
             return set()

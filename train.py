@@ -3,9 +3,10 @@
     python train.py --objective sft --data dolci.jsonl --out sft    # stage 1: ordinary fine-tuning
     python train.py --model sft --data dolci.jsonl                  # stage 2: the same, with masks
 
-Two streams share one causal forward. The clean stream is the ordinary sequence. The noisy stream
+Two streams share one causal inputs. The clean stream is the ordinary sequence. The noisy stream
 repeats the response with every token replaced by `<|mask|>`, and sees what a decoder will see: the
-clean tokens before its block, and the masks of its block so far. Logits stay right-shifted in both.
+clean tokens before its block, and the masks of its block so far. In both streams a position
+predicts the token after its own place.
 
 What is unusual here:
   * the noisy stream holds response positions only: [clean ; masks]. The paper's also repeats the
@@ -53,23 +54,25 @@ def naive_loss(
     model: Qwen2, prompt: list[int], response: list[int], block: int, ar_weight: float = 1.0
 ) -> Tensor:
     """The loss at its simplest: one example, the paper's fixed grid of blocks. Returns a scalar."""
-    example = prompt + response
+    P = len(prompt)
+    L = len(prompt + response)
     masks = [model.config.mask_token_id] * len(response)
-    tokens = torch.tensor([example + masks], device=model.device)  # (1, T): clean, noisy
-    clean_pos = torch.arange(len(example), device=model.device)
-    mask_pos = clean_pos[len(prompt) :]  # a mask stands in the place of each response token
+    tokens = torch.tensor([prompt + response + masks], device=model.device)  # (1, T)
+    clean_pos = torch.arange(L, device=model.device)
+    mask_pos = clean_pos[P:]  # a mask stands in the place of each response token
     pos = torch.cat([clean_pos, mask_pos])
     # How many clean tokens a position sees: a clean token itself and all before it, a mask those
-    # before its block. Blocks begin at multiples of B; the first at the response, if that is later.
+    # before its block. Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short.
     block_start = mask_pos - mask_pos % block
-    prefix = torch.cat([clean_pos + 1, block_start.clamp(min=len(prompt))])
-    sees = visible(pos[:, None], prefix[:, None], 0, pos, prefix, 0)  # (T, T): query, key
+    prefix = torch.cat([clean_pos + 1, block_start.clamp(min=P)])
+    # (T, T): of the query its pos, prefix and document (there is one), then the same of the key
+    sees = visible(pos[:, None], prefix[:, None], 0, pos, prefix, 0)
     hidden = model(tokens, pos[None], sees[None, None])[0]  # (T, D)
-    # Each position predicts the token after its own place, so the last prompt token predicts the
-    # first response token, in both losses. The last position of a stream predicts nothing.
+    # A position predicts the token after its own place: the last prompt token the first of the
+    # response, in both losses; then each response token, or its mask, the next one.
     target = torch.tensor(response, device=model.device)
-    clean = hidden[len(prompt) - 1 : len(example) - 1]
-    noisy = torch.cat([clean[:1], hidden[len(example) : -1]])
+    clean = hidden[P - 1 : L - 1]
+    noisy = torch.cat([hidden[P - 1 : P], hidden[L:-1]])
     clean_loss = F.cross_entropy(model.logits(clean), target)
     noisy_loss = F.cross_entropy(model.logits(noisy), target)
     return noisy_loss + ar_weight * clean_loss
@@ -90,11 +93,11 @@ class Streams(NamedTuple):
     clean_weight: Tensor  # and in the clean loss
 
 
-class Forward(Streams):
-    """The streams of many examples, in rows; every field is (R, T)."""
+class ForwardInput(Streams):
+    """The streams of many examples, in rows, for one forward; every field is (R, T)."""
 
-    def to(self, device: torch.device) -> "Forward":
-        return Forward(*(field.to(device) for field in self))
+    def to(self, device: torch.device) -> "ForwardInput":
+        return ForwardInput(*(field.to(device) for field in self))
 
 
 PADDING = Streams(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0)
@@ -142,7 +145,8 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
     """The weight of each example's targets in the loss of the whole step.
 
     sequence: the mean over an example's targets, then over examples (the paper's); token: the mean
-    over all targets. The weights of all targets of a step add up to 1, however it is cut.
+    over all targets. In each of the two losses the weights of a whole step add up to 1, however it
+    is packed, cut and split.
     """
     if normalization == "token":
         num_targets = sum(example.targets for example in examples)
@@ -150,10 +154,10 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
     return [1 / (example.targets * len(examples)) for example in examples]
 
 
-def forwards(
+def forward_inputs(
     examples: list[Example], config: Config, args, row_width: int | None = None, rank=0, size=1
-) -> list[Forward]:
-    """The forwards of process `rank` of `size`; every process has the same number of them.
+) -> list[ForwardInput]:
+    """What the forwards of a step are fed in process `rank` of `size`: as many in each process.
 
     row_width: examples are packed into rows of this width, and all forwards of all steps have one
     shape. None: every example has a row of its own, next to others of similar length.
@@ -170,77 +174,80 @@ def forwards(
     result = []
     for rows, width in plans[rank::size]:
         filled = [[streams[i] for i in row] for row in rows]
-        result.append(Forward(*collate(filled, width, PADDING)))
+        result.append(ForwardInput(*collate(filled, width, PADDING)))
     return result
 
 
 # --------------------------------------------------------------------------------------------- loss
 
-SMOOTHING = 0.25  # without it far masks would weigh nothing until the near ones are learnt
 
-
-def dense_mask(forward: Forward) -> Tensor:
+def dense_mask(inputs: ForwardInput) -> Tensor:
     """`visible` on all pairs of positions: (R, 1, T, T)."""
-    fields = (forward.pos, forward.prefix, forward.doc)
+    fields = (inputs.pos, inputs.prefix, inputs.doc)
     queries = [field[:, None, :, None] for field in fields]
     keys = [field[:, None, None, :] for field in fields]
     return visible(*queries, *keys)
 
 
-def hidden_states(model: Qwen2, forward: Forward) -> Tensor:
+def hidden_states(model: Qwen2, inputs: ForwardInput) -> Tensor:
     """Hidden states (R, T, D) of both streams."""
     if can_use_flex(model.device, model.config.head_dim):
-        mask = block_mask(visible, forward.pos, forward.prefix, forward.doc)
-        return model(forward.tokens, forward.pos, mask, kernel=attend_flex)
-    return model(forward.tokens, forward.pos, dense_mask(forward))
+        mask = block_mask(visible, inputs.pos, inputs.prefix, inputs.doc)
+        return model(inputs.tokens, inputs.pos, mask, kernel=attend_flex)
+    return model(inputs.tokens, inputs.pos, dense_mask(inputs))
 
 
-def positions_with_target(forward: Forward) -> tuple[Tensor, Tensor]:
+def positions_with_target(inputs: ForwardInput) -> tuple[Tensor, Tensor]:
     """Row and column (N,) of each position whose prediction counts in a loss."""
-    return (forward.noisy_weight + forward.clean_weight).nonzero(as_tuple=True)
+    return (inputs.noisy_weight + inputs.clean_weight).nonzero(as_tuple=True)
+
+
+SMOOTHING = 0.25  # of p below: without it far masks weigh nothing until the near ones are learnt
 
 
 @torch.no_grad()
-def expected_weights(cross_entropy: Tensor, forward: Forward, at: tuple, block: int) -> Tensor:
-    """Factors (N,) for the noisy weights at these positions; their mean over an example is 1.
+def expected_weights(cross_entropy: Tensor, inputs: ForwardInput, at: tuple, block: int) -> Tensor:
+    """Factors (N,) for the noisy weights at these positions; over an example's masks the mean is 1.
 
-    Of a block's guesses p1 + p1 p2 + ... are expected to hold: each needs those before it. The
-    derivative of this number by log p_k is the sum of p1 ... pm over m >= k: the factor of mask k.
+    Guesses hold up to the first that fails, so p1 + p1 p2 + p1 p2 p3 + ... guesses of a block are
+    expected to hold. The derivative of this sum by log p_k, the factor of mask k, is the sum of its
+    terms from p1 ... pk on. (`at` is in the order of the rows, so a block's masks are adjacent.)
     """
-    offset = (forward.pos - forward.prefix)[at]  # of a mask in its block; -1: a clean token
+    offset = (inputs.pos - inputs.prefix)[at]  # of a mask in its block; -1: a clean token
     is_mask = offset >= 0
     offset = offset[is_mask]  # (M,)
     p = (torch.exp(-cross_entropy[is_mask]) + SMOOTHING) / (1 + SMOOTHING)
-    place = ((offset == 0).cumsum(0) - 1, offset)  # the number of its block, the place in it
-    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row for each block
+    block_number = (offset == 0).cumsum(0) - 1  # the first mask of each block has offset 0
+    place = (block_number, offset)
+    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row for each block, then zeros
     all_hold = blocks.cumprod(1)  # p1, p1 p2, ...
     gain = all_hold.flip(1).cumsum(1).flip(1)[place]
-    example = forward.doc[at][is_mask]
+    example = inputs.doc[at][is_mask]
     mean = torch.bincount(example, gain) / torch.bincount(example)
     factors = torch.ones_like(cross_entropy)
     factors[is_mask] = gain / mean[example]
     return factors
 
 
-def losses(model: Qwen2, forward: Forward, mask_weight="uniform") -> tuple[Tensor, Tensor]:
+def losses(model: Qwen2, inputs: ForwardInput, mask_weight="uniform") -> tuple[Tensor, Tensor]:
     """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss."""
 
     def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.logits(hidden), target, reduction="none")
 
-    hidden = hidden_states(model, forward)
-    at = positions_with_target(forward)
-    each = model.in_chunks(cross_entropy, hidden[at], forward.target[at])
-    weight = forward.noisy_weight[at]
+    hidden = hidden_states(model, inputs)
+    at = positions_with_target(inputs)
+    each = model.in_chunks(cross_entropy, hidden[at], inputs.target[at])
+    weight = inputs.noisy_weight[at]
     if mask_weight == "expected" and model.config.block:
-        weight = weight * expected_weights(each, forward, at, model.config.block)
+        weight = weight * expected_weights(each, inputs, at, model.config.block)
     noisy = (each * weight).sum()
-    clean = (each * forward.clean_weight[at]).sum()
+    clean = (each * inputs.clean_weight[at]).sum()
     return noisy, clean
 
 
 @torch.no_grad()
-def look_ahead(model: Qwen2, held_out: list[Forward]) -> list[float]:
+def look_ahead(model: Qwen2, held_out: list[ForwardInput]) -> list[float]:
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
     The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
@@ -254,13 +261,13 @@ def look_ahead(model: Qwen2, held_out: list[Forward]) -> list[float]:
     def best_token(hidden: Tensor) -> Tensor:
         return model.logits(hidden).argmax(-1)
 
-    for forward in held_out:
-        forward = forward.to(model.device)
-        is_mask = forward.prefix <= forward.pos
-        ahead = torch.where(is_mask, forward.pos - forward.prefix + 2, 1)
-        at = positions_with_target(forward)
-        best = model.in_chunks(best_token, hidden_states(model, forward)[at])
-        is_right = (best == forward.target[at]).float()
+    for inputs in held_out:
+        inputs = inputs.to(model.device)
+        is_mask = inputs.prefix <= inputs.pos
+        ahead = torch.where(is_mask, inputs.pos - inputs.prefix + 2, 1)
+        at = positions_with_target(inputs)
+        best = model.in_chunks(best_token, hidden_states(model, inputs)[at])
+        is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
     shares = right / count.clamp(min=1)
@@ -285,14 +292,16 @@ def share_done(args: argparse.Namespace, step: int, consumed: int, num_rows: int
     return min(1.0, consumed / (args.epochs * num_rows))  # the last step may take a few rows more
 
 
-def add_gradients(model: Qwen2, step_forwards: list[Forward], args, autocast) -> Tensor:
+def add_gradients(model: Qwen2, step: list[ForwardInput], args, autocast) -> Tensor:
     """Add the gradients of a step's loss; its two parts (noisy, clean) in this process: (2,)."""
     size = processes.rank_and_size()[1]
     sums = torch.zeros(2, device=model.device)
-    for forward in step_forwards:
+    for inputs in step:
         with autocast:
-            noisy, clean = losses(model, forward.to(model.device), args.mask_weight)
-        loss = noisy + args.ar_weight * clean if model.config.block else clean
+            noisy, clean = losses(model, inputs.to(model.device), args.mask_weight)
+        loss = clean
+        if model.config.block:
+            loss = noisy + args.ar_weight * clean
         (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
         sums += torch.stack([noisy, clean]).detach()
     return sums
@@ -333,8 +342,8 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            parts = forwards(batch.examples, config, args, width, rank, size)
-            sums = add_gradients(model, parts, args, autocast)
+            step_inputs = forward_inputs(batch.examples, config, args, width, rank, size)
+            sums = add_gradients(model, step_inputs, args, autocast)
             grad_norm = processes.clip_gradients(model, args.clip)
             if not 0 < grad_norm < math.inf:  # NaN, or 0 where hidden states overflow: a dead model
                 what = f"step {step + 1}: the gradient's norm is {grad_norm:g}"
@@ -358,7 +367,7 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
                 del record["noisy"]
             is_due = done >= 1 or step % args.save_every == 0
             if is_due and data.held_out:
-                held_out = forwards(data.held_out, config, args, width)
+                held_out = forward_inputs(data.held_out, config, args, width)
                 with autocast:
                     record["look_ahead"] = look_ahead(model, held_out)
             run.log(record, done, batch.skipped)

@@ -40,7 +40,7 @@ from plumbing.data import Example
 from plumbing.errors import run_main
 from plumbing.packing import collate
 from plumbing.processes import peak_memory
-from train import PADDING, Forward, lay_out, losses
+from train import PADDING, ForwardInput, lay_out, losses
 
 RIVALS = ("prompt lookup", "AR")  # of --transformers
 PER_FORWARD = ("tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead")
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     checked: list[int] = []  # and guesses it checked, with --verify
 
     @property
-    def forwards(self) -> int:
+    def forward_inputs(self) -> int:
         return len(self.accepted)
 
 
@@ -263,7 +263,7 @@ def training(model: Qwen2, args) -> None:
     model.float().requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step(batch: Forward) -> float:
+    def step(batch: ForwardInput) -> float:
         """The peak of memory in GiB."""
         forget_peak(device)
         with autocast:
@@ -290,7 +290,7 @@ def training(model: Qwen2, args) -> None:
     print(f"\n{common.table(head, rows)}")
 
 
-def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: int) -> Forward:
+def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: int) -> ForwardInput:
     """A prompt and a response of max_new tokens in each row; without masks if block is None."""
     rng = random.Random(0)
     streams = []
@@ -299,7 +299,7 @@ def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: in
         example = Example(tokens, prompt=max_new)
         streams.append(lay_out(example, block, mask_id, weight=1 / (max_new * num_examples)))
     rows = [[stream] for stream in streams]
-    return Forward(*collate(rows, len(streams[0].tokens), PADDING))
+    return ForwardInput(*collate(rows, len(streams[0].tokens), PADDING))
 
 
 def forget_peak(device: torch.device) -> None:

@@ -196,7 +196,7 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
 
 def over_t_loss(model: Qwen2, example: Example, args) -> Tensor:
     layout = train.lay_out(example, args.block, model.config.mask_token_id, 1 / example.targets)
-    batch = train.Forward(*(field[None] for field in layout))  # one row
+    batch = train.ForwardInput(*(field[None] for field in layout))  # one row
     noisy, clean = train.losses(model, batch.to(model.device))
     return (noisy + args.ar_weight * clean) / noise(example, 0)[0]
 
