@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from commands import MARS, PROMPT, command, is_refused, process
+from commands import MARS, PROMPT, command, process
 from common import ROOT
 
 from apps.chat import Conversation
@@ -86,7 +86,6 @@ def test_a_system_message_survives_a_reset(monkeypatch, answers):
 
 
 def test_a_full_conversation_names_the_way_out(monkeypatch):
-    """It was an error at every further turn, which did not say that /reset helps."""
     lines = [PROMPT, "and " * 1800, "/reset", PROMPT]
     done = converse(monkeypatch, lines)
     [error] = [line for line in done.err.splitlines() if line.startswith("error: ")]
@@ -113,8 +112,8 @@ def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
 
 @pytest.mark.parametrize("where", ["commonprefix", "begin"])
 def test_interrupting_before_the_first_forward(monkeypatch, where):
-    """Ctrl-C may come between any two lines: the row must not claim keys that it does not have,
-    and the answer must not wait for ever (both happened)."""
+    """Ctrl-C may come between any two lines: the row does not claim keys that it does not have,
+    and the answer does not wait for ever."""
     model, chat = load(str(ROOT / "toy/mars"))
     options = Options(tau=0.8, max_new=60)
     conversation = Conversation(model, chat, options, opening=[])
@@ -137,22 +136,13 @@ def test_interrupting_before_the_first_forward(monkeypatch, where):
 
 
 def test_a_conversation_through_a_pipe():
-    """What goes into a file is the text alone; standard input that is closed was a traceback."""
+    """What goes into a file is the text alone; a line that is not UTF-8 is passed over."""
     lines = "printf 'Hi\\n/tau 1\\nHi\\xff\\n' |"
     encoding = {"PYTHONIOENCODING": "utf-8:surrogateescape"}
     done = process("-m", "apps.chat", "--max-new", 8, before=lines, **encoding)
     assert done.status == 0 and "Traceback" not in done.err
     assert done.out.count("\n") == 1 and "tau" not in done.out
     assert done.err.count("error: not valid Unicode") == 1
-    done = process("-m", "apps.chat", redirect="<&-")
-    assert done.status == 0 and done.out == "" and "Traceback" not in done.err
-
-
-def test_options_that_allow_no_turn(monkeypatch):
-    """They are refused at the start, not at every turn."""
-    done = converse(monkeypatch, ["Hi"], "--max-new", 5000)
-    assert is_refused(done, "exceed the model's 2048 positions")
-    assert is_refused(converse(monkeypatch, ["Hi"], "--tau", 2), "tau 2.0: must be between 0 and 1")
 
 
 # ------------------------------------------------------------------------------ a file of prompts
@@ -208,7 +198,7 @@ def test_answers_are_training_data(tmp_path):
 
 
 def test_a_question_is_a_prompt(tmp_path):
-    """apps.batch refused the rows of GSM8K, which bench.quality reads."""
+    """As the rows of GSM8K have it, in a file of prompts and in training."""
     chat = load(str(ROOT / "toy/mars"))[1]
     rows = [{"prompt": PROMPT}, {"question": PROMPT, "answer": "43"}]
     rows.append({"prompt": None, "question": PROMPT})
@@ -261,7 +251,7 @@ def test_answers_come_as_soon_as_those_before_are_done(tmp_path, monkeypatch):
 
 
 def test_one_token_at_a_time_is_what_was_asked_for(tmp_path):
-    """Lines with "tau": 1 got the hint that the model accepts 1.0 tokens per forward."""
+    """Then there is no hint that the model may be unsuitable."""
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT, "tau": 1}))
     done = command("apps.batch", tmp_path / "in.jsonl", *MARS)
     assert done.status == 0 and done.err.count("\n") == 1
@@ -269,93 +259,8 @@ def test_one_token_at_a_time_is_what_was_asked_for(tmp_path):
 
 
 def test_text_that_looks_like_json(tmp_path):
-    """A prompt that begins with a brace failed the file, and one in quotes did."""
+    """A prompt may begin with a brace or stand in quotes."""
     lines = ["{x} is a set. What is it?", "[1, 2] + [3]?", '"Mia has 5 bags?"', "42"]
     (tmp_path / "in.txt").write_text("\r".join(lines))
     done = command("apps.batch", tmp_path / "in.txt", "--max-new", 4, *MARS)
     assert [row["prompt"] for row in results(done)] == lines
-
-
-def test_a_reader_of_answers_that_goes_away():
-    done = process("-m", "apps.batch", "toy/test.jsonl", "--rows", 2, redirect="| head -1")
-    assert json.loads(done.out)["id"] == 1 and "Traceback" not in done.err
-
-
-EITHER = "either every line is a JSON object, or every line is text"
-TURN = {"role": "user", "content": "Hi"}
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("", "in: empty; expected a prompt per line, or JSONL"),
-        (" \n\n", "in: empty; expected a prompt per line, or JSONL"),
-        ("?\n" + 3000 * "plums ", "in:2: a prompt of 3"),
-        ('{"prompt": "?"}\n\n{not json}', "in:3: not JSON"),
-        ('{"prompt": "?"}\nplain', "in:2: not JSON"),
-        # JSON with a mistake was answered as text:
-        ('{"prompt": "?",}', "in:1: not JSON"),
-        ("{'prompt': '?'}", "in:1: not JSON"),
-        ('[\n{"prompt": "?"}\n]', "in:1: not JSON"),
-        ('plain\n{"prompt": "?"}', f"in:2: {EITHER}"),
-        # JSON that is not an object was taken for the text itself:
-        ('["hello"]', "in:1: not a JSON object"),
-        ('{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
-        ({"query": "?"}, "in:1: neither a prompt nor messages"),
-        ({"question": 7}, "in:1: content that is not text"),
-        ('{"id": 1}', "in:1: neither a prompt nor messages"),
-        ({"prompt": None}, "in:1: "),
-        ({"prompt": 7}, "in:1: content that is not text"),
-        ({"messages": "hello"}, "in:1: neither a prompt nor messages"),
-        ({"messages": 7}, "in:1: neither a prompt nor messages"),
-        ({"messages": []}, "in:1: neither a prompt nor messages"),
-        ({"messages": [{"role": "user", "content": None}]}, "in:1: content that is not text"),
-        ({"messages": [{"role": "user"}]}, "in:1: content that is not text"),
-        ({"messages": [TURN, {"role": "assistant", "content": "Hello"}]}, "in:1: the last message"),
-        ({"prompt": "?", "tau": 2}, "in:1: tau 2: must be between 0 and 1"),
-        ({"prompt": "?", "tau": float("nan")}, "in:1: tau nan: must be between 0 and 1"),
-        ({"prompt": "?", "tau": "low"}, "in:1: tau must be a number"),
-        ({"prompt": "half \ud83d"}, "in:1: "),
-        # Training and --prompt refuse these, but a file of prompts took them:
-        ({"prompt": " "}, "in:1: a blank prompt"),
-        ({"messages": [{"content": "Hi"}]}, "in:1: a message without a role"),
-        ({"messages": [{"role": "", "content": "Hi"}]}, "in:1: a message without a role"),
-        ({"messages": [TURN | {"tool_calls": [{"name": "f"}]}]}, "in:1: a tool call"),
-        ({"prompt": "?", "tau": True}, "in:1: tau must be a number"),
-        ({"prompt": "?", "tau": "0.7"}, "in:1: tau must be a number"),
-        # The line was said to be 0:
-        (b"caf\xe9", "in:1: not UTF-8"),
-        (b"ok\n\ncaf\xe9\n", "in:3: not UTF-8"),
-        # The message was "[Errno 2] No such file or directory: 'in'":
-        (None, "error: {path}/in: No such file or directory"),
-    ],
-)
-def test_bad_files_of_prompts(tmp_path, content, message):
-    """An error in any line comes before the first answer."""
-    if isinstance(content, dict):
-        content = json.dumps({"prompt": "?"}) + "\n" + json.dumps(content)
-        message = message.replace("in:1:", "in:2:")
-    if isinstance(content, str):
-        content = content.encode()
-    if content is not None:
-        (tmp_path / "in").write_bytes(content)
-    done = command("apps.batch", *MARS, tmp_path / "in")
-    assert is_refused(done, message.replace("{path}", str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ((), "the following arguments are required: FILE"),
-        (("",), "FILE: must name a file"),
-        (("/",), "Is a directory"),
-        (("in", "--tau-busy", 7), "tau 7.0: must be between 0 and 1"),
-        (("in", "--tau-busy", "low"), "--tau-busy: must be a number, not 'low'"),
-        (("in", "--rows", 0), "--rows: must be at least 1, not 0"),
-        (("in", "--out", "x"), "unrecognized arguments: --out x"),
-    ],
-)
-def test_bad_options_of_a_batch(tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in").write_text(PROMPT)
-    assert is_refused(command("apps.batch", *MARS, *words), message)

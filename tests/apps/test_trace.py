@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from commands import MARS, PROMPT, command, is_refused
+from commands import MARS, PROMPT, command
 from common import ROOT, toy_prompts
 
 from apps.trace import TracedDecoder
@@ -131,23 +131,6 @@ def test_the_command(tmp_path):
     done = command("apps.trace", *MARS, "--prompt", PROMPT, "--tau", 0.8, page)
     assert done.status == 0 and done.out.endswith("The answer is 43.\n")
     assert facts_of(page.read_text(encoding="utf-8"))["prompt"] == PROMPT
-
-
-def test_bad_input(tmp_path):
-    page = tmp_path / "page.html"
-    assert is_refused(command("apps.trace", *MARS, "--prompt", " ", page), "--prompt is empty")
-    assert is_refused(
-        command("apps.trace", *MARS, "--prompt", "Hi", tmp_path), "name a file that ends with .html"
-    )
-    assert is_refused(command("apps.trace", *MARS, "--prompt", "Hi", "--tau", 2, page), "tau 2")
-    assert not page.exists()
-
-
-def test_a_page_that_cannot_be_written(tmp_path):
-    """It was found out after the whole answer had been decoded and printed."""
-    (tmp_path / "file").write_text("")
-    done = command("apps.trace", *MARS, "--prompt", "Hi", tmp_path / "file" / "page.html")
-    assert is_refused(done, "nothing can be saved there")
 
 
 # Appended to a page: what a reader does, and what the page then shows, as the page's title.
