@@ -74,11 +74,15 @@ def prompt_length(rng: random.Random) -> int:
     return rng.choice([1, 2, 63, 64, 65, rng.randint(3, 90)])
 
 
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
 def toy_prompts(chat: Chat) -> list[list[int]]:
     """The problems of toy/test.jsonl as token ids."""
     prompts = []
-    for line in (ROOT / "toy/test.jsonl").read_text().splitlines():
-        turn = {"role": "user", "content": json.loads(line)["prompt"]}
+    for row in rows_of(ROOT / "toy/test.jsonl"):
+        turn = {"role": "user", "content": row["prompt"]}
         prompts.append(chat.encode(chat.prompt([turn])))
     return prompts
 

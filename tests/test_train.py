@@ -1,7 +1,6 @@
 """The MARS loss against the paper's two-stream form, the mask rule, the training loop."""
 
 import itertools
-import json
 import math
 import random
 
@@ -322,9 +321,8 @@ def test_steps_are_steps(tmp_path):
 
 def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     """Both stages on one sentence, from random weights: MARS learns to give it in few forwards."""
-    data = tmp_path / "data.jsonl"
     row = {"prompt": "How many?", "response": "So Mia has 12 plums now. The answer is 12."}
-    data.write_text(20 * (json.dumps(row) + "\n"))
+    data = write(tmp_path / "data.jsonl", 20 * [row]).path
     common = ("--data", data, "--batch", 4, "--steps", 60, "--lr", 3e-3, "--held-out", 2)
     sft = tmp_path / "sft"
     mars = tmp_path / "mars"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from commands import Done, command
-from common import ROOT, random_prompt
+from common import ROOT, random_prompt, rows_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
@@ -173,7 +173,7 @@ def plums(path: Path) -> Path:
 
 
 def log(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return rows_of(out / "log.jsonl")
 
 
 def num_logged(out: Path) -> int:

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 from commands import MARS, PROMPT, command, process
-from common import ROOT
+from common import ROOT, rows_of
+from training import write
 
 from apps.chat import Conversation
 from decode import Decoder, Options, Sequence, generate
@@ -155,7 +156,7 @@ def results(done) -> list[dict]:
 
 def test_prompts_from_a_file(tmp_path):
     """Answers in input order, whatever is done first; a tau and an id of one's own."""
-    problems = [json.loads(line) for line in (ROOT / "toy/test.jsonl").read_text().splitlines()[:7]]
+    problems = rows_of(ROOT / "toy/test.jsonl")[:7]
     given = [{"prompt": problem["prompt"]} for problem in problems]
     given[1] |= {"id": "slow", "tau": 1}
     given[2] = {"messages": [{"role": "user", "content": given[2]["prompt"]}], "id": None}
@@ -202,7 +203,7 @@ def test_a_question_is_a_prompt(tmp_path):
     chat = load(str(ROOT / "toy/mars"))[1]
     rows = [{"prompt": PROMPT}, {"question": PROMPT, "answer": "43"}]
     rows.append({"prompt": None, "question": PROMPT})
-    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    write(tmp_path / "in.jsonl", rows)
     answered = results(command("apps.batch", tmp_path / "in.jsonl", *MARS))
     assert {row["response"] for row in answered} == {answered[0]["response"]}
     assert all(row["prompt"] == PROMPT for row in answered)
@@ -232,7 +233,7 @@ def test_tau_falls_while_prompts_wait(tmp_path):
 def test_answers_come_as_soon_as_those_before_are_done(tmp_path, monkeypatch):
     """The first is slow, so the second waits for it; but nothing waits for the third."""
     rows = [{"prompt": PROMPT, "tau": 1}, {"prompt": PROMPT}, {"prompt": PROMPT, "tau": 1}]
-    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    write(tmp_path / "in.jsonl", rows)
     begun = []
     printed = []
     step = Decoder.step
