@@ -10,10 +10,9 @@ from commands import MARS, PROMPT, command, process
 from common import ROOT, rows_of
 from training import write
 
-from apps.chat import Conversation
-from decode import Decoder, Options, Sequence, generate
+from decode import Decoder, Sequence, generate
+from kv_cache import KVCache
 from model import load
-from plumbing import scheduler
 from plumbing.data import encode
 
 # -------------------------------------------------------------------------------- a conversation
@@ -94,46 +93,27 @@ def test_a_full_conversation_names_the_way_out(monkeypatch):
     assert done.status == 0 and done.out.count("The answer is 43.") == 2
 
 
-def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
-    step = Decoder.step
+@pytest.mark.parametrize("owner, name, num_calls", [(Decoder, "step", 3), (KVCache, "begin", 0)])
+def test_interrupting_an_answer_keeps_the_conversation(
+    monkeypatch, answers, owner, name, num_calls
+):
+    """Ctrl-C may come at any time: the half answer is part of the conversation, which goes on."""
+    function = getattr(owner, name)
     calls = itertools.count()
 
-    def interrupted(self):
-        if next(calls) == 3:
+    def interrupted(*args):
+        if next(calls) == num_calls:
             raise KeyboardInterrupt
-        return step(self)
+        return function(*args)
 
-    monkeypatch.setattr(Decoder, "step", interrupted)
-    done = converse(monkeypatch, [PROMPT, PROMPT])
+    monkeypatch.setattr(owner, name, interrupted)
+    done = converse(monkeypatch, [PROMPT, PROMPT], "--tau", 0.8)
     first, second = answers
     assert done.status == 0 and "Traceback" not in done.err
-    assert first.done and first.forwards == 3 and second.forwards > 3
-    assert second.text[: len(first.text)] == first.text  # the half answer is part of it
-
-
-@pytest.mark.parametrize("where", ["commonprefix", "begin"])
-def test_interrupting_before_the_first_forward(monkeypatch, where):
-    """Ctrl-C may come between any two lines: the row does not claim keys that it does not have,
-    and the answer does not wait for ever."""
-    model, chat = load(str(ROOT / "toy/mars"))
-    options = Options(tau=0.8, max_new=60)
-    conversation = Conversation(model, chat, options, opening=[])
-    conversation.ask("Hi", shaded=False)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        target = scheduler if where == "commonprefix" else conversation.decoder.cache
-        patch.setattr(target, where, interrupt)
-        conversation.ask("Hi again", shaded=False)
-    assert all(sequence.done for sequence in conversation.decoder.scheduler.waiting)
-    assert conversation.messages[-1] == {"role": "assistant", "content": ""}
-    conversation.take("/reset", shaded=False)
-    conversation.ask(PROMPT, shaded=False)
-    prompt = chat.encode(chat.prompt([{"role": "user", "content": PROMPT}]))
-    [answer] = generate(model, [prompt], tau=0.8, max_new=60)
-    assert conversation.messages[-1]["content"] == chat.decode(answer.tokens)
+    assert first.done and first.forwards == num_calls and second.forwards > 3
+    assert second.text[: len(first.text)] == first.text
+    [alone] = generate(load(str(ROOT / "toy/mars"))[0], [prompt_of(second)], tau=0.8)
+    assert second.tokens == alone.tokens
 
 
 def test_a_conversation_through_a_pipe():
