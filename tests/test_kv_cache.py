@@ -4,35 +4,35 @@ import random
 
 import pytest
 import torch
-from common import MASK, cases, random_prompt, tiny_model
+from common import cases, tiny_model
 
-from decode import Options, Sequence
+from decode import Sequence
 from kv_cache import BlockCache, KVCache
-from lossless import Lossless
 from model import visible
 from plumbing.errors import UserError
 
 
+def random_positions(rng: random.Random, start: int) -> list[tuple[int, int]]:
+    """(pos, prefix) of a feed: clean tokens from `start` on, then blocks of masks, which see all of
+    them or fewer. So Decoder.advance and Lossless.feed make them."""
+    end = start + rng.randint(1, 9)
+    fed = [(pos, pos + 1) for pos in range(start, end)]
+    block = rng.randint(1, 5)
+    for prefix in sorted(rng.sample(range(start + 1, end + 1), rng.randint(0, end - start))):
+        fed += [(pos, prefix) for pos in range(prefix, prefix + block)]
+    return fed
+
+
 def test_the_mask_of_the_loop_is_the_mask_rule():
-    """`visible` in terms of slots: [committed | real, guesses | groups | padding | left over]."""
+    """`visible` in terms of slots: [committed | clean tokens | blocks | padding | left over]."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
-        model = tiny_model(rng)
-        lossless = Lossless(rng.randint(1, 5), Options(verify=True), is_batch_on_cpu=False)
-        cache = KVCache(model.config, 2, 200, "cpu", torch.float64)
+        cache = KVCache(tiny_model(rng).config, 2, 200, "cpu", torch.float64)
         cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # the longer decides on the span
-        feeds = []
-        for length in cache.lengths:
-            prompt = random_prompt(rng, length + rng.randint(1, 5))
-            sequence = Sequence(prompt, model.config, max_new=9, tau=None)
-            sequence.guesses = random_prompt(rng, rng.randint(0, lossless.block))
-            groups = range(len(sequence.guesses) + 1)
-            sequence.groups = sorted(rng.sample(groups, rng.randint(0, len(groups))))
-            feeds.append(lossless.feed(sequence, length, MASK))
+        feeds = [random_positions(rng, length) for length in cache.lengths]
         width = max(map(len, feeds))
-        padding = (MASK, 0, 1)
-        padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
-        _, pos, prefix = torch.tensor(padded).unbind(-1)
+        padded = [feed + [(0, 1)] * (width - len(feed)) for feed in feeds]
+        pos, prefix = torch.tensor(padded).unbind(-1)
         cache.reserve(width)
         mask = cache.mask(pos, prefix)
         assert mask.shape == (2, 1, width, cache.span) and mask.dtype == torch.bool

@@ -21,7 +21,7 @@ import train
 from model import Qwen2
 from plumbing.data import Example, Step
 from plumbing.jsonl import JsonlFile
-from train import batches, losses
+from train import forwards, losses
 
 # ------------------------------------------------------------------------------ examples and data
 
@@ -60,11 +60,12 @@ class FixedData:
 class NoRun(contextlib.nullcontext):
     """A Run that writes nothing and keeps what is logged."""
 
-    found = None
-
     def __init__(self):
         super().__init__()
         self.records: list[dict] = []
+
+    def start(self, *_: object) -> tuple[int, int]:
+        return 0, 0
 
     def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
         self.records.append(record)
@@ -73,8 +74,6 @@ class NoRun(contextlib.nullcontext):
         return 0
 
     def save(self, *_: object, **__: object) -> None: ...
-
-    def export(self, *_: object) -> None: ...
 
 
 # ---------------------------------------------------------------------------- the paper's loss
@@ -111,14 +110,14 @@ def gradient(loss: torch.Tensor, model: Qwen2) -> torch.Tensor:
 
 
 def whole_step(
-    model: Qwen2, examples: list[Example], args: argparse.Namespace, worlds=1, longest=0
+    model: Qwen2, examples: list[Example], args: argparse.Namespace, worlds=1, width=None
 ) -> torch.Tensor:
     """Both losses and the gradient of a step, summed over the forwards of all processes."""
     model.zero_grad()
     sums = torch.zeros(2).double()
     for rank in range(worlds):
-        for batch in batches(examples, model.config, args, rank, worlds, longest):
-            noisy, clean = losses(model, batch, args.mask_weight)
+        for forward in forwards(examples, model.config, args, width, rank, worlds):
+            noisy, clean = losses(model, forward, args.mask_weight)
             (noisy + args.ar_weight * clean).backward()
             sums += torch.stack([noisy, clean]).detach()
     return torch.cat([sums, *(weight.grad.flatten() for weight in model.parameters())])
