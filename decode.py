@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import BlockCache, KVCache
-from lossless import Lookup, Lossless
+from lossless import Lossless
 from model import Config, Qwen2, load
 from plumbing.arguments import (
     Parser,
@@ -41,8 +41,7 @@ from plumbing.arguments import (
     option,
     read_options,
 )
-from plumbing.attention import FastForward, span_unit
-from plumbing.cpu import use_free_cores
+from plumbing.attention import FastModel, span_unit
 from plumbing.errors import UserError, run_main
 from plumbing.packing import round_up
 from plumbing.sampling import with_dice
@@ -62,7 +61,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
         positions = torch.arange(tokens.size(1), device=model.device)[None]
         hidden = model(tokens, positions, mask=None)  # causal: nothing sees what follows it
         # The last token of the text predicts the next one, and each mask the one after its place.
-        columns = positions[:, len(text) - 1 :]
+        columns = torch.arange(len(text) - 1, len(text) + block, device=model.device)[None]
         logits = model.logits_at(hidden, columns)  # (1, B + 1, V)
         confidence, candidates = logits[0].softmax(-1).max(-1)
         for i, token in enumerate(candidates.tolist()):
@@ -79,6 +78,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 DEFAULT_TAU = {"probability": 0.95, "margin": 0.95, "entropy": 0.2}  # of each metric
 Tau = float | Callable[[int], float]  # a number, or a function of the number of waiting prompts
+Position = tuple[int, int, int]  # token, pos, prefix: see `Decoder.advance`
 
 
 @dataclass
@@ -97,8 +97,8 @@ class Options:
     verify: bool = option(False, "lossless: AR checks every guess; takes no tau")
     groups: int | None = option(
         None,
-        "with --verify: the largest number of groups of masks in a forward, as docs/lossless.md "
-        "has them (default: all likely ones; one in a batch on a CPU)",
+        "with --verify: most groups of masks in a forward, see docs/lossless.md (default: all "
+        "likely ones; one in a batch on a CPU)",
         int,
         least=1,
     )
@@ -120,7 +120,7 @@ class Options:
 
 
 class Sequence:
-    """A prompt, the tokens accepted after it, and its tau. `Decoder.add` makes them."""
+    """A prompt and the tokens accepted after it. `Decoder.add` makes them."""
 
     def __init__(self, prompt: list[int], config: Config, max_new: int, tau: Tau | None, index=0):
         """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
@@ -133,20 +133,15 @@ class Sequence:
         self.text = list(prompt)  # the prompt, then every accepted token
         self.prompt_length = len(prompt)
         self.max_new = max_new
+        self.tau = tau
         self.index = index
-        self.given_tau = tau
-        self.tau = 1.0  # of the next forward; a function is asked before each one
-        self.num_masks = 0  # in the next forward
         self.stop = set(config.eos_token_id)
+        self.state = None  # what the decoding method keeps between two forwards
         self.done = False  # set it to cancel the sequence
         self.error: Exception | None = None  # why it ended early
-        self.guesses: list[int] = []  # this and the next two are for lossless.py alone
-        self.groups = [0]
-        self.lookup = Lookup()
-        # Statistics: an entry for each forward, prefill included.
-        self.accepted: list[int] = []  # number of tokens
-        self.positions: list[int] = []  # number of positions computed, masks and padding included
-        self.checked: list[int] = []  # number of guesses that were checked (lossless)
+        # An entry for each forward, prefill included:
+        self.accepted: list[int] = []  # number of accepted tokens
+        self.widths: list[int] = []  # number of positions computed, masks and padding included
 
     @property
     def tokens(self) -> list[int]:
@@ -157,26 +152,7 @@ class Sequence:
     def forwards(self) -> int:
         return len(self.accepted)
 
-    @property
-    def tokens_per_forward(self) -> float:
-        return len(self.tokens) / max(1, self.forwards)
-
-    def feed(self, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
-        """What the next forward is fed: (token, pos, prefix) of each position.
-
-        prefix: how many tokens of the text it sees (`visible` in model.py). Masks also see the
-        masks before them. The text a b c, of which a b are cached, and B = 2 masks:
-
-            token    c | M M
-            pos      2 | 3 4
-            prefix   3 | 3 3
-        """
-        end = len(self.text)
-        real = [(self.text[pos], pos, pos + 1) for pos in range(num_cached, end)]
-        masks = [(mask_id, pos, end) for pos in range(end, end + self.num_masks)]
-        return real + masks
-
-    def take(self, tokens: list[int], num_positions: int) -> list[int]:
+    def take(self, tokens: list[int], width: int) -> list[int]:
         """Accept what one forward gave, up to an end-of-turn token and max_new."""
         kept = []
         for token in tokens:
@@ -187,7 +163,7 @@ class Sequence:
             is_full = len(self.text) == self.prompt_length + self.max_new
             self.done = is_full or token in self.stop
         self.accepted.append(len(kept))
-        self.positions.append(num_positions)
+        self.widths.append(width)
         return kept
 
 
@@ -233,6 +209,72 @@ def passing_lengths(confidence: Tensor, tau: Tensor, metric: str) -> Tensor:
     return passes.long().cumprod(-1).sum(-1)
 
 
+class Threshold:
+    """The paper's method: feed B masks after the text, accept while the confidence passes tau.
+
+    A decoding method has two calls: `feed` says what a forward is fed after a text, `decide` what
+    it accepts. Between them Threshold keeps tau and the number of masks in `sequence.state`. (The
+    other method is in lossless.py.)
+    """
+
+    def __init__(self, block: int, options: Options, mask_id: int, longest: int):
+        """block: B. longest: the most tokens of a text."""
+        self.block = block
+        self.options = options
+        self.mask_id = mask_id
+        most_real = block + 1  # tokens that the last forward accepted
+        if options.block_cache:
+            most_real = min(options.block_cache, longest)  # or a whole cache block
+        self.widest = most_real + block  # positions of a forward, prefills aside
+
+    def feed(self, sequence: Sequence, room: float, num_waiting: int) -> list[Position]:
+        """The masks that follow a text. Raises whatever a tau function does, or UserError.
+
+        room: how many tokens this forward may accept. num_waiting: prompts without a row.
+        """
+        tau = sequence.tau
+        if callable(tau):
+            tau = float(tau(num_waiting))
+        check_tau(tau, self.options.metric)
+        num_masks = 0
+        if not is_plain_ar(tau, self.options.metric):
+            # The first candidate needs no mask, so room - 1 masks fill the room in a cache block.
+            num_masks = min(self.block, room - 1)
+        sequence.state = (tau, num_masks)
+        end = len(sequence.text)
+        return [(self.mask_id, pos, end) for pos in range(end, end + num_masks)]
+
+    def decide(
+        self, model: FastModel, hidden: Tensor, last: list[int], sequences: list[Sequence | None]
+    ) -> list[tuple[list[int], int]]:
+        """For each row the candidates that pass tau, and 0: none of them was fed as a guess.
+
+        hidden (R, T, D) of what was fed; last: the column of each row's last real token.
+
+        At a temperature T > 0 every candidate is drawn from p^(1/T) of its own position,
+        independently of the others, and its confidence is taken at T = 1, as in the paper's code.
+        So with several tokens per forward the text is NOT a sample of the AR distribution.
+        """
+        options = self.options
+        states = [sequence.state if sequence else (1.0, 0) for sequence in sequences]
+        taus = [tau for tau, _ in states]
+        num_candidates = [1 + num_masks for _, num_masks in states]
+        # Rows with fewer candidates get columns to spare, which are not read below.
+        most = max(num_candidates)
+        columns = torch.tensor([list(range(first, first + most)) for first in last])
+        logits = model.logits_at(hidden, columns.to(hidden.device))  # (R, C, V)
+        ahead = [0] * len(sequences)  # a row's first candidate comes right after its text
+        scores = with_dice(logits, sequences, options.temperature, options.seed, ahead)
+        candidates = scores.argmax(-1)  # (R, C)
+        confidence = confidences(logits.softmax(-1), candidates, options.metric)
+        tau = torch.tensor(taus, device=hidden.device, dtype=confidence.dtype)
+        lengths = passing_lengths(confidence, tau, options.metric).tolist()
+        decisions = []
+        for tokens, length, count in zip(candidates.tolist(), lengths, num_candidates):
+            decisions.append((tokens[: min(length, count)], 0))
+        return decisions
+
+
 # --------------------------------------------------------------------------------------- the loop
 
 
@@ -240,9 +282,10 @@ class Decoder:
     """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
 
     Every `step` is one forward: of waiting prompts if rows are free, else of all rows that go on.
-    A row feeds the tokens of its text that are not in the cache yet, then masks; candidates that
-    pass are accepted. They enter the cache when the next forward feeds them. (When the weights of
-    the model change, make a new decoder: the cache holds what the old ones computed.)
+    A row feeds the tokens of its text that are not in the cache yet; the method adds masks or
+    guesses, and says what is accepted. Accepted tokens enter the cache when the next forward feeds
+    them. (When the weights of the model change, make a new decoder: this one keeps a copy of the
+    weights, and the cache holds what the old ones computed.)
     """
 
     def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
@@ -250,31 +293,28 @@ class Decoder:
         config = model.config
         if config.mask_token_id is None:
             raise UserError("the model has no mask token; load it with model.load")
-        self.model = model
+        limit = config.max_position_embeddings
         self.options = options
-        self.longest = min(longest, config.max_position_embeddings)
-        self.num_added = 0
+        self.longest = min(longest, limit)
         self.block = options.block or config.block or 4  # B
-        if self.block > config.max_position_embeddings:
-            limit = config.max_position_embeddings
+        if self.block > limit:
             raise UserError(f"block {self.block} exceeds the model's {limit} positions")
-
-        self.lossless = None
-        new_cache = KVCache
-        num_fed = self.block + 1  # real tokens that a forward feeds at most, prefills aside
-        if options.block_cache:
-            new_cache = functools.partial(BlockCache, size=options.block_cache)
-            num_fed = min(options.block_cache, self.longest)
-        self.widest = num_fed + self.block
+        self.mask_id = config.mask_token_id
         if options.verify:
             is_batch_on_cpu = rows > 1 and model.device.type == "cpu"
-            self.lossless = Lossless(self.block, options, is_batch_on_cpu)
-            self.widest = self.lossless.widest
+            self.method = Lossless(self.block, options, self.mask_id, is_batch_on_cpu)
+        else:
+            self.method = Threshold(self.block, options, self.mask_id, self.longest)
+
         unit = span_unit(model, options.compile)
-        capacity = round_up(self.longest + self.widest, unit)
+        capacity = round_up(self.longest + self.method.widest, unit)
+        new_cache = KVCache
+        if options.block_cache:
+            new_cache = functools.partial(BlockCache, size=options.block_cache)
         self.cache = new_cache(config, rows, capacity, model.device, model.dtype, unit)
         self.scheduler = Scheduler(self.cache, rows, self.block)
-        self.forward = FastForward(model, self.cache, options.compile)
+        self.model = FastModel(model, self.cache, options.compile)
+        self.num_added = 0
 
     def add(self, prompt: list[int], tau: Tau | None = None, max_new=None, index=None) -> Sequence:
         """Let a prompt (token ids) wait for a row. UserError if it cannot be decoded here.
@@ -308,126 +348,77 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, list[int]]]:
         """One forward; the sequences in it, with their new tokens. [] if all are done."""
-        rows = self.scheduler.rows  # a sequence or None in each
-        admitted = self.scheduler.admit()  # a slice: adjacent rows that got a waiting prompt
-        if rows[admitted]:
-            return self.advance(rows[admitted], admitted, is_prefill=True)
-        lengths = {}
-        for row, sequence in enumerate(rows):
+        scheduler = self.scheduler
+        rows = scheduler.admit()  # a slice: adjacent rows that got a waiting prompt
+        if scheduler.sequences[rows]:
+            return self.advance(scheduler.sequences[rows], rows, is_prefill=True)
+        text_lengths = {}  # of each row that goes on
+        for row, sequence in enumerate(scheduler.sequences):
             if sequence and not sequence.done:
-                lengths[row] = len(sequence.text)
-        if not lengths:
+                text_lengths[row] = len(sequence.text)
+        if not text_lengths:
             return []
-        self.scheduler.clear_done()  # after `admit`, which may reuse a finished row's cached prompt
-        batch = list(rows)
-        for row in self.cache.rows_that_wait(lengths):
-            batch[row] = None
-        return self.advance(batch, slice(None), is_prefill=False)
+        scheduler.clear_done()  # after `admit`, which may reuse a finished row's cached prompt
+        sequences = list(scheduler.sequences)
+        for row in self.cache.rows_that_wait(text_lengths):
+            sequences[row] = None
+        return self.advance(sequences, slice(None), is_prefill=False)
 
     def advance(
-        self, batch: list[Sequence | None], where: slice, is_prefill: bool
+        self, sequences: list[Sequence | None], rows: slice, is_prefill: bool
     ) -> list[tuple[Sequence, list[int]]]:
-        """One forward of the cache's rows `where`; a row that is None in `batch` is idle."""
-        mask_id = self.model.config.mask_token_id
-        device = self.model.device
-        feeds = []  # per row: a list of (token, pos, prefix)
-        num_real = []  # per row: how many of them are tokens of its text, not masks or guesses
-        for row, sequence in zip(range(len(self.cache.lengths))[where], batch):
-            if sequence is None:
-                feeds.append([])
-                num_real.append(0)
-                continue
-            self.prepare(sequence, row)
-            num_cached = self.cache.lengths[row]
-            feeds.append(self.feed(sequence, num_cached, mask_id))
-            num_real.append(len(sequence.text) - num_cached)
+        """One forward of some rows of the cache; a row is idle if its sequence is None.
+
+        Every position is (token, pos, prefix); prefix is how many tokens of the text it sees
+        (`visible` in model.py). The text a b c, of which the cache has a b, and B = 2 masks:
+
+            token    c | M M
+            pos      2 | 3 4
+            prefix   3 | 3 3
+        """
+        feeds = []  # per row: its positions
+        num_real = []  # per row: how many of them are tokens of its text
+        for row, sequence in zip(range(len(self.cache.lengths))[rows], sequences):
+            real = []
+            extra = []
+            if sequence:
+                for pos in range(self.cache.lengths[row], len(sequence.text)):
+                    real.append((sequence.text[pos], pos, pos + 1))
+                extra = self.extra(sequence, row)
+            feeds.append(real + extra)
+            num_real.append(len(real))
 
         width = max(map(len, feeds))
         if self.options.compile and not is_prefill and width > 1:
-            width = self.widest  # only two widths to compile: 1 (plain AR) and this
-        padding = (mask_id, 0, 1)  # sees slot 0: a softmax over nothing would be NaN
+            width = max(width, self.method.widest)  # so only two widths: 1 (plain AR) and this
+        padding = (self.mask_id, 0, 1)  # sees slot 0: a softmax over nothing would be NaN
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
-        tokens, pos, prefix = torch.tensor(padded, device=device).unbind(-1)  # (R, T)
-        self.cache.reserve(width, where)
+        tokens, pos, prefix = torch.tensor(padded, device=self.cache.device).unbind(-1)  # (R, T)
+        self.cache.reserve(width, rows)
         mask = self.cache.mask(pos, prefix)
-        hidden = self.forward(tokens, pos, mask, is_prefill)  # (R, T, D)
-        last_columns = [max(0, real - 1) for real in num_real]  # 0 in an idle row
-        decisions = self.decide(hidden, last_columns, batch)
+        hidden = self.model(tokens, pos, mask, is_prefill)  # (R, T, D)
 
+        going_on = [sequence if sequence and not sequence.done else None for sequence in sequences]
+        last = [max(0, real - 1) for real in num_real]  # column of the last real token
+        decisions = self.method.decide(self.model, hidden, last, going_on)
         news = []
-        for sequence, (accepted, _) in zip(batch, decisions):
+        for sequence, (accepted, _) in zip(sequences, decisions):
             if sequence:
                 news.append((sequence, sequence.take(accepted, width)))
-        # The cache keeps the real tokens that were fed, and guesses that hold. The rest is scratch.
+        # cached tokens += real tokens that were fed + guesses that were fed and hold.
         # (Last: after an interrupt before it, the next forward feeds these tokens once more.)
         self.cache.commit([real + held for real, (_, held) in zip(num_real, decisions)])
         return news
 
-    def prepare(self, sequence: Sequence, row: int) -> None:
-        """Set tau and the number of masks. If tau is impossible, the sequence ends: see `error`.
-
-        It still takes part in this forward, but `take` accepts nothing for it.
-        """
-        sequence.checked.append(len(sequence.guesses))
-        if self.lossless:
-            return
-        tau = sequence.given_tau
+    def extra(self, sequence: Sequence, row: int) -> list[Position]:
+        """What the method feeds after a text. If it cannot (an impossible tau), the text ends."""
+        room = self.cache.room(row, len(sequence.text))
         try:
-            if callable(tau):
-                tau = float(tau(len(self.scheduler.waiting)))
-            check_tau(tau, self.options.metric)
-        except Exception as error:  # a function may fail in any way; the other rows go on
+            return self.method.feed(sequence, room, len(self.scheduler.waiting))
+        except Exception as error:  # a tau function may fail in any way; the other rows go on
             sequence.error = error
             sequence.done = True
-            return
-        sequence.tau = tau
-        sequence.num_masks = 0
-        if not is_plain_ar(tau, self.options.metric):
-            # The first candidate needs no mask, so room - 1 masks fill the room in a cache block.
-            room = self.cache.room(row, len(sequence.text))
-            sequence.num_masks = min(self.block, room - 1)
-
-    def feed(self, sequence: Sequence, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
-        if self.lossless:
-            return self.lossless.feed(sequence, num_cached, mask_id)
-        return sequence.feed(num_cached, mask_id)
-
-    def decide(
-        self, hidden: Tensor, last_columns: list[int], batch: list[Sequence | None]
-    ) -> list[tuple[list[int], int]]:
-        """For each row the accepted tokens, and how many of them are guesses that hold.
-
-        hidden (R, T, D) of what was fed; last_columns: of the last real token of each row.
-        """
-        if self.lossless:
-            return self.lossless.check(self.forward, hidden, last_columns, batch)
-        return [(tokens, 0) for tokens in self.accept(hidden, last_columns, batch)]
-
-    def accept(
-        self, hidden: Tensor, last_columns: list[int], batch: list[Sequence | None]
-    ) -> list[list[int]]:
-        """For each row the candidates that pass tau; the arguments are those of `decide`.
-
-        At a temperature T > 0 every candidate is drawn from p^(1/T) of its own position,
-        independently of the others, and its confidence is taken at T = 1, as in the paper's code.
-        So with several tokens per forward the text is NOT a sample of the AR distribution.
-        """
-        options = self.options
-        num_candidates = [1 + sequence.num_masks if sequence else 1 for sequence in batch]
-        # Rows with fewer candidates get columns to spare (`logits_at` clamps them), not read below.
-        columns = [list(range(last, last + max(num_candidates))) for last in last_columns]
-        logits = self.forward.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-        ahead = [0] * len(batch)  # of each row: its first candidate comes right after its text
-        scores = with_dice(logits, batch, options.temperature, options.seed, ahead)
-        candidates = scores.argmax(-1)  # (R, C)
-        confidence = confidences(logits.softmax(-1), candidates, options.metric)
-        taus = [sequence.tau if sequence else 1.0 for sequence in batch]
-        tau = torch.tensor(taus, device=hidden.device, dtype=confidence.dtype)
-        lengths = passing_lengths(confidence, tau, options.metric)
-        accepted = []
-        for tokens, length, most in zip(candidates.tolist(), lengths.tolist(), num_candidates):
-            accepted.append(tokens[: min(length, most)])
-        return accepted
+            return []
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:
@@ -454,8 +445,6 @@ def load_for_decoding(args) -> tuple:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
     chat.template_options = dict(args.template_option)
-    if not args.compile:  # each number of threads would be compiled anew
-        use_free_cores(model)
     return model, chat
 
 

@@ -5,6 +5,8 @@ how many of them count. The others (masks, guesses that failed) are scratch: no 
 them, and later ones overwrite them. So rejecting costs nothing, and nothing is copied or moved.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,11 @@ class KVCache:
     (p: cached before. Five positions were written to each row: a: tokens accepted last time, M: one
     of B = 3 masks, .: padding. What counts is said by commit([2, 1]).)
 
-    A text starts with `begin`. Then every forward, in this order: `reserve` the slots of its T
-    positions, take the `mask` for them, `write` once per layer, `commit` the positions that count.
+    A text starts with `begin`. Then every forward, in this order:
+        reserve   its T positions get the slots after each row's length
+        mask      which slots each of them sees
+        write     once per layer: put in the new keys and values, get those of all slots
+        commit    how many of the T positions count: the lengths grow by so many
     """
 
     def __init__(self, config, rows: int, capacity: int, device, dtype, unit: int = 64):
@@ -42,7 +47,10 @@ class KVCache:
             self.layers.append((keys, values))
 
     def begin(self, row: int, num_kept: int = 0, prompt_length: int = 0) -> None:
-        """A new text begins in a row. `num_kept` tokens of its prompt are there already."""
+        """A new text begins in a row, which holds the first num_kept tokens of its prompt already.
+
+        prompt_length: needed by BlockCache, whose blocks are counted from there.
+        """
         if not 0 <= num_kept <= self.lengths[row]:
             raise ValueError(f"row {row} holds {self.lengths[row]} positions, not {num_kept}")
         self.lengths[row] = num_kept
@@ -68,13 +76,14 @@ class KVCache:
     def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
-        A clean token is in the slot of its position. So every query sees the slots below its
-        prefix. A mask also sees its block, from the first mask up to itself: adjacent slots. The
-        first is pos - prefix slots before its own. For a clean token that is -1: an empty block.
+        The same rule, said of slots. A clean token is in the slot of its position, so every query
+        sees the slots below its prefix. A mask also sees its block, from the first mask up to
+        itself. These are adjacent slots, and the first is pos - prefix slots before its own. (A
+        clean token has pos - prefix = -1: its block would begin after itself, so it is empty.)
 
-        (The masks need not be in the slots of their positions: lossless.py feeds several blocks
+        The masks need not be in the slots of their positions: lossless.py feeds several blocks
         after one text. The third mask of a block, at pos 9 with prefix 7, may be in slot 12: it
-        sees slots 0 to 6, and 10 to 12.)
+        sees slots 0 to 6, and 10 to 12.
         """
         slot = torch.arange(self.span, device=self.device)
         own_slot = self.slots[:, None, :, None]
@@ -88,7 +97,7 @@ class KVCache:
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, T, head_dim) into the reserved slots; return the whole span."""
         keys, values = self.layers[layer]
-        keys = keys[self.rows]
+        keys = keys[self.rows]  # a slice is a view: what is written to it is written to the cache
         values = values[self.rows]
         row = torch.arange(len(k), device=k.device)[:, None]
         keys[row, :, self.slots] = k.transpose(1, 2)
@@ -101,9 +110,9 @@ class KVCache:
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
 
-    def room(self, row: int, text_length: int) -> int:
-        """How many tokens a forward may accept for a text of this length: there is no limit."""
-        return self.capacity
+    def room(self, row: int, text_length: int) -> float:
+        """How many tokens a forward may accept for a text of this length: here any number."""
+        return math.inf
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
         """The rows that must not go on before others; here there are none.

@@ -30,144 +30,25 @@ At a temperature every position of the text has its own dice (plumbing/sampling.
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
 (Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
 
-decode.py meets this file in three places: `feed` is what a sequence feeds, `check` what a forward
-decides, and the guesses that held are what the cache keeps besides the real tokens.
+`Lossless` is a decoding method as `Threshold` in decode.py is: the decoder feeds the real tokens,
+`feed` adds guesses and groups, `decide` says what is accepted. The cache keeps the real tokens and
+the guesses that hold.
 """
 
 import itertools
 import operator
-from os.path import commonprefix  # of any two lists
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from plumbing.sampling import with_dice
+from plumbing.scheduler import num_in_common
 
-LEAST_PROBABILITY = 0.2  # guesses and groups that are of use less often are left out
+LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 RUN = 3  # tokens that must have occurred before, for a guess from the text
 FIRST_LOOKED_UP = 4  # guesses from the text to begin with, so that a short answer wastes few
 MOST_LOOKED_UP = 10  # and at most, where they were right
-
-
-class Lossless:
-    """What a decoder feeds and accepts with `verify`.
-
-    Between two forwards a sequence keeps its `guesses` (tokens), and its `groups`: the numbers j of
-    the groups of masks that are fed with them.
-    """
-
-    def __init__(self, block: int, options, is_batch_on_cpu: bool):
-        """block: B. options: decode.Options, of which temperature, seed and groups matter here."""
-        self.block = block
-        self.temperature = options.temperature
-        self.seed = options.seed
-        most_likely = int(1 / LEAST_PROBABILITY)  # the probabilities of all groups add up to 1
-        self.most_groups = min(options.groups or block + 1, most_likely)
-        if is_batch_on_cpu and not options.groups:
-            self.most_groups = 1  # every row is as wide as the widest, and each position costs
-        self.looks_up = not is_batch_on_cpu
-        self.widest = 1 + block + self.most_groups * block  # a token, B guesses, groups of B masks
-        if self.looks_up:
-            self.widest += MOST_LOOKED_UP
-
-    def feed(self, sequence, num_cached: int, mask_id: int) -> list[tuple[int, int, int]]:
-        """(token, pos, prefix) of the next forward: see `visible` in model.py.
-
-        The text a b c of which a b are cached, the guess d, groups 0 and 1 of B = 2 masks:
-
-            token    c | d | M M | M M
-            pos      2 | 3 | 3 4 | 4 5
-            prefix   3 | 4 | 3 3 | 4 4
-        """
-        entries = []
-        text = sequence.text + sequence.guesses
-        for pos in range(num_cached, len(text)):
-            entries.append((text[pos], pos, pos + 1))
-        for j in sequence.groups:
-            prefix = len(sequence.text) + j
-            for pos in range(prefix, prefix + self.block):
-                entries.append((mask_id, pos, prefix))
-        return entries
-
-    def check(
-        self, model, hidden: Tensor, last_columns: list[int], batch: list
-    ) -> list[tuple[list[int], int]]:
-        """For each row the accepted tokens, and how many of them are guesses that hold.
-
-        hidden (R, T, D) of what was fed; last_columns: of x, the last real token of each row. (A
-        row without a sequence is None.) The sequences get their next guesses and groups.
-        """
-        guesses = [sequence.guesses if sequence else [] for sequence in batch]
-        num_columns = 1 + max(map(len, guesses))
-        columns = [list(range(last, last + num_columns)) for last in last_columns]
-        columns = torch.tensor(columns, device=hidden.device)
-        logits = model.logits_at(hidden, columns)  # (R, 1 + guesses, V): after x, g1, g2, ...
-        ar_tokens = self.scores(logits, batch, ahead=[0] * len(batch)).argmax(-1).tolist()
-        held = [count_held(*row) for row in zip(ar_tokens, guesses)]
-
-        columns = self.candidate_columns(last_columns, batch, held)
-        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-        scores = self.scores(logits, batch, ahead=held)
-        candidates = scores.argmax(-1)  # (R, 1 + B)
-        # An estimate of how likely a candidate is AR's choice. (At a temperature AR will roll the
-        # same dice, so a score that leads by far usually leads there, too.)
-        chances = scores.softmax(-1).amax(-1).tolist()
-
-        decisions = []
-        for row, (sequence, new) in enumerate(zip(batch, candidates.tolist())):
-            accepted = ar_tokens[row][: held[row] + 1]
-            decisions.append((accepted, held[row]))
-            if sequence:
-                # new[0] is AR's next token, which is in `accepted`: the guesses come after it.
-                count = self.num_useful(sequence, held[row])
-                sequence.guesses = new[1 : 1 + count]
-                self.plan(sequence, chances[row][1 : 1 + count])
-                if self.looks_up:
-                    text = sequence.text + accepted
-                    found = sequence.lookup.guesses(text, sequence.guesses)
-                    sequence.guesses = sequence.guesses + found  # not +=: the lookup keeps the list
-        return decisions
-
-    def scores(self, logits: Tensor, batch: list, ahead: list[int]) -> Tensor:
-        return with_dice(logits, batch, self.temperature, self.seed, ahead)
-
-    def candidate_columns(
-        self, last_columns: list[int], batch: list, held: list[int]
-    ) -> list[list[int]]:
-        """The 1 + B columns of each row's feed that predict what comes next.
-
-        First the column of the last guess that holds (of x if none does), then those of the group
-        that saw exactly the guesses that hold. If it is missing, of one that saw fewer. Its first
-        masks predict guesses that hold, so they are passed over; the others are used.
-        """
-        columns = []
-        for sequence, last, num_held in zip(batch, last_columns, held):
-            first = last + 1  # any column will do where no mask is of use
-            if sequence and self.num_useful(sequence, num_held):
-                j = best_group(sequence.groups, num_held)
-                num_masks_before = sequence.groups.index(j) * self.block + num_held - j
-                first += len(sequence.guesses) + num_masks_before
-            columns.append([last + num_held, *range(first, first + self.block)])
-        return columns
-
-    def num_useful(self, sequence, num_held: int) -> int:
-        """How many masks predict a place that is still open, and saw no guess that failed."""
-        j = best_group(sequence.groups, num_held)
-        if j is None:
-            return 0
-        return max(0, self.block - (num_held - j))
-
-    def plan(self, sequence, chances: list[float]) -> None:
-        """Keep the new guesses that are worth a position, and set the groups to feed with them.
-
-        chances: of each guess, how likely it holds if all guesses before it do.
-        """
-        num_worth = 0
-        for all_so_far in itertools.accumulate(chances, operator.mul):
-            if all_so_far >= LEAST_PROBABILITY:
-                num_worth += 1
-        sequence.guesses = sequence.guesses[:num_worth]
-        sequence.groups = likely_groups(chances[: len(sequence.guesses)], self.most_groups)
 
 
 class Lookup:
@@ -190,8 +71,9 @@ class Lookup:
         for place in range(self.num_read, len(text)):
             self.place_after[tuple(text[place - RUN : place])] = place
         self.num_read = len(text)
-        place = self.place_after.get(tuple((text[-RUN:] + from_masks)[-RUN:]), len(text))
-        self.from_masks = from_masks
+        last_run = (text[-RUN:] + from_masks)[-RUN:]
+        place = self.place_after.get(tuple(last_run), len(text))
+        self.from_masks = list(from_masks)
         self.found = text[place : place + MOST_LOOKED_UP]
         return self.found[: self.most]
 
@@ -200,24 +82,141 @@ class Lookup:
         came = text[self.num_read :]
         num_masks = len(self.from_masks)
         if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
-            num_right = len(commonprefix([came[num_masks:], self.found]))
+            num_right = num_in_common(came[num_masks:], self.found)
             self.most = min(MOST_LOOKED_UP, max(1, 2 * num_right))
 
 
-def count_held(ar_tokens: list[int], guesses: list[int]) -> int:
-    """How many guesses hold, given AR's tokens after x, g1, g2, ...
+@dataclass
+class State:
+    """What a sequence keeps between two forwards, in `sequence.state`."""
 
-    A guess holds if it is AR's token and all guesses before it hold.
-    """
-    for held, guess in enumerate(guesses):
-        if guess != ar_tokens[held]:
-            return held
-    return len(guesses)
+    guesses: list[int] = field(default_factory=list)  # tokens for the next forward to check
+    groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
+    lookup: Lookup = field(default_factory=Lookup)
+    checked: list[int] = field(default_factory=list)  # number of guesses, of each forward
+
+    def useful_masks(self, held: int, block: int) -> range:
+        """Which masks predict a place that is open, and saw no guess that failed.
+
+        Positions are counted from x, the last real token: after it come the guesses, then the
+        groups, `block` masks each. The best group saw the most guesses, all of which hold. If it
+        saw j of the `held` guesses, its first held - j masks predict guesses that hold.
+        """
+        saw_no_failure = [j for j in self.groups if j <= held]
+        if not saw_no_failure:
+            return range(0)
+        j = max(saw_no_failure)
+        start = 1 + len(self.guesses) + self.groups.index(j) * block
+        return range(start + held - j, start + block)
+
+    def plan(self, candidates: list[int], chances: list[float], most_groups: int) -> None:
+        """Set the guesses, as far as they are worth a position, and the groups to feed with them.
+
+        chances: of each candidate, how likely it holds if all before it do.
+        """
+        num_worth = 0
+        for all_hold in itertools.accumulate(chances, operator.mul):
+            if all_hold >= LEAST_PROBABILITY:
+                num_worth += 1
+        self.guesses = candidates[:num_worth]
+        self.groups = likely_groups(chances[:num_worth], most_groups)
 
 
-def best_group(groups: list[int], num_held: int) -> int | None:
-    """The group that saw the most guesses, all of which hold."""
-    return max((j for j in groups if j <= num_held), default=None)
+class Lossless:
+    """The decoding method of `verify`."""
+
+    def __init__(self, block: int, options, mask_id: int, is_batch_on_cpu: bool):
+        """block: B. options: decode.Options, of which temperature, seed and groups matter here."""
+        self.block = block
+        self.mask_id = mask_id
+        self.temperature = options.temperature
+        self.seed = options.seed
+        most_likely = int(1 / LEAST_PROBABILITY)  # the probabilities of all groups add up to 1
+        self.most_groups = min(options.groups or block + 1, most_likely)
+        if is_batch_on_cpu and not options.groups:
+            self.most_groups = 1  # every row is as wide as the widest, and each position costs
+        self.looks_up = not is_batch_on_cpu
+        self.widest = 1 + block + self.most_groups * block  # x, the masks' guesses, the groups
+        if self.looks_up:
+            self.widest += MOST_LOOKED_UP
+
+    def feed(self, sequence, room: float, num_waiting: int) -> list[tuple[int, int, int]]:
+        """The guesses and groups of masks that follow a text: (token, pos, prefix) of each.
+
+        After the text a b c, the guess d and the groups 0 and 1 of B = 2 masks. (prefix: `visible`
+        in model.py. Neither the room in a cache block nor the waiting prompts matter here.)
+
+            token    d | M M | M M
+            pos      3 | 3 4 | 4 5
+            prefix   4 | 3 3 | 4 4
+        """
+        if sequence.state is None:
+            sequence.state = State()
+        positions = []
+        end = len(sequence.text)
+        for pos, guess in enumerate(sequence.state.guesses, start=end):
+            positions.append((guess, pos, pos + 1))
+        for j in sequence.state.groups:
+            prefix = end + j
+            for pos in range(prefix, prefix + self.block):
+                positions.append((self.mask_id, pos, prefix))
+        return positions
+
+    def decide(
+        self, model, hidden: Tensor, last: list[int], sequences: list
+    ) -> list[tuple[list[int], int]]:
+        """For each row the accepted tokens, and how many of them are guesses that were fed.
+
+        hidden (R, T, D) of what was fed; last: the column of x, the last real token of each row. (A
+        row without a sequence is None.)
+        """
+        guesses = [sequence.state.guesses if sequence else [] for sequence in sequences]
+        most = 1 + max(map(len, guesses))
+        columns = [list(range(first, first + most)) for first in last]
+        scores = self.scores(model, hidden, columns, sequences, ahead=[0] * len(sequences))
+        ar_tokens = scores.argmax(-1).tolist()  # of each row: AR's tokens after x, g1, g2, ...
+        decisions = []
+        for said, guessed in zip(ar_tokens, guesses):
+            held = num_in_common(said, guessed)
+            decisions.append((said[: held + 1], held))
+        self.look_ahead(model, hidden, last, sequences, decisions)
+        return decisions
+
+    def look_ahead(
+        self, model, hidden: Tensor, last: list[int], sequences: list, decisions: list
+    ) -> None:
+        """Set the guesses and groups that the next forward is fed."""
+        columns = []
+        num_useful = []
+        for sequence, first, (_, held) in zip(sequences, last, decisions):
+            masks = sequence.state.useful_masks(held, self.block) if sequence else range(0)
+            num_useful.append(len(masks))
+            num_padding = self.block - len(masks)
+            columns.append([first + place for place in masks] + [0] * num_padding)
+        # The first guess is for the place after the accepted tokens.
+        ahead = [len(accepted) for accepted, _ in decisions]
+        scores = self.scores(model, hidden, columns, sequences, ahead)  # (R, B, V)
+        candidates = scores.argmax(-1).tolist()
+        # An estimate of how likely a candidate is AR's choice. (At a temperature AR will roll the
+        # same dice, so a score that leads by far usually leads there, too.)
+        chances = scores.softmax(-1).amax(-1).tolist()
+        for row, sequence in enumerate(sequences):
+            if sequence is None:
+                continue
+            state = sequence.state
+            state.checked.append(len(state.guesses))
+            count = num_useful[row]
+            state.plan(candidates[row][:count], chances[row][:count], self.most_groups)
+            if self.looks_up:
+                accepted, _ = decisions[row]
+                state.guesses += state.lookup.guesses(sequence.text + accepted, state.guesses)
+
+    def scores(
+        self, model, hidden: Tensor, columns: list[list[int]], sequences: list, ahead: list[int]
+    ) -> Tensor:
+        """(R, C, V), at columns (R, C) of hidden (R, T, D): the best token is the one to take."""
+        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
+        return with_dice(logits, sequences, self.temperature, self.seed, ahead)
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:

@@ -99,8 +99,9 @@ def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tens
     Qwen2 pairs dimension i with i + head_dim / 2, not with i + 1. The angle turns a pair (a, b)
     into (a cos - b sin, b cos + a sin); the minus goes into the first half of sin.
     """
-    pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None, :, None].float() * theta ** (-pairs / head_dim)
+    twice_i = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = theta ** (-twice_i / head_dim)  # of pair i
+    angles = positions[:, None, :, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()  # (R, 1, T, head_dim / 2)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
@@ -134,8 +135,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=has_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=has_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.normalizes = config.model_type == "qwen3"
-        if self.normalizes:  # each head's queries and keys, with one weight for all heads
+        self.has_qk_norm = config.model_type == "qwen3"
+        if self.has_qk_norm:  # each head's queries and keys, with one weight for all heads
             self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
@@ -144,7 +145,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, heads, T, head_dim)
         k = self.k_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, kv_heads, T, ...)
         v = self.v_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)
-        if self.normalizes:
+        if self.has_qk_norm:
             q = self.q_norm(q)
             k = self.k_norm(k)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)  # autocast decides q's dtype
@@ -181,6 +182,8 @@ class Layer(nn.Module):
 
 
 class Qwen2(nn.Module):
+    """The transformer of Qwen2 and Qwen3 (and of Llama, whose q, k and v have no biases)."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
@@ -198,7 +201,8 @@ class Qwen2(nn.Module):
         """Hidden states (R, T, D) of tokens (R, T) at positions (R, T).
 
         mask: bool (R, 1, T, S), True where a query may look; None is plain causal. S is T without
-        a cache, else the cache's span. kernel: a faster `attend`, perhaps for another kind of mask.
+        a cache, else the cache's span. kernel: a faster `attend` and its kind of mask; it is an
+        argument because training and decoding have different ones.
         """
         x = self.model.embed_tokens(tokens)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
@@ -207,6 +211,7 @@ class Qwen2(nn.Module):
         return self.model.norm(x)
 
     def project(self, hidden: Tensor) -> Tensor:
+        """hidden times the head: (N, V). A method, so that plumbing/cpu.py can put a faster one."""
         return F.linear(hidden, self.head)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -226,7 +231,7 @@ class Qwen2(nn.Module):
 
         In bfloat16 the product rounds to three digits. Of the best tokens two are then often equal,
         so the best NUM_EXACT logits are computed again in float32. (A row that needs fewer columns
-        may name any: one after the last reads the last.)
+        than others may name any. A column after the last is read as the last.)
         """
         columns = columns.clamp(max=hidden.size(1) - 1)
         picked = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.size(-1)))  # (R, C, D)

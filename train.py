@@ -25,7 +25,6 @@ import functools
 import math
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,50 +38,80 @@ from plumbing import processes
 from plumbing.arguments import Parser, find_device, number, path
 from plumbing.attention import attend_flex, block_mask, can_use_flex
 from plumbing.chat import Chat
-from plumbing.config import config_json, read_config
-from plumbing.cpu import use_free_cores
+from plumbing.config import read_config
 from plumbing.data import Dataset, Example
-from plumbing.errors import UserError, run_main
+from plumbing.errors import UserError
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import collate, concatenate, grouped, packed, round_up
 from plumbing.runs import Run, identity
 
-# ------------------------------------------------------------------------------------- two streams
+# --------------------------------------------------------------------------------------- the method
 
 
-class Batch(NamedTuple):
-    """The positions of one forward, every field (R, T); while it is built, of one example (T)."""
+def naive_loss(
+    model: Qwen2, prompt: list[int], response: list[int], block: int, ar_weight: float = 1.0
+) -> Tensor:
+    """The loss at its simplest: one example, the paper's fixed grid of blocks. Returns a scalar."""
+    example = prompt + response
+    masks = [model.config.mask_token_id] * len(response)
+    tokens = torch.tensor([example + masks], device=model.device)  # (1, T): clean, noisy
+    clean_pos = torch.arange(len(example), device=model.device)
+    mask_pos = clean_pos[len(prompt) :]  # a mask stands in the place of each response token
+    pos = torch.cat([clean_pos, mask_pos])
+    # How many clean tokens a position sees: a clean token itself and all before it, a mask those
+    # before its block. Blocks begin at multiples of B; the first at the response, if that is later.
+    block_start = mask_pos - mask_pos % block
+    prefix = torch.cat([clean_pos + 1, block_start.clamp(min=len(prompt))])
+    sees = visible(pos[:, None], prefix[:, None], 0, pos, prefix, 0)  # (T, T): query, key
+    hidden = model(tokens, pos[None], sees[None, None])[0]  # (T, D)
+    # Each position predicts the token after its own place, so the last prompt token predicts the
+    # first response token, in both losses. The last position of a stream predicts nothing.
+    target = torch.tensor(response, device=model.device)
+    clean = hidden[len(prompt) - 1 : len(example) - 1]
+    noisy = torch.cat([clean[:1], hidden[len(example) : -1]])
+    clean_loss = F.cross_entropy(model.logits(clean), target)
+    noisy_loss = F.cross_entropy(model.logits(noisy), target)
+    return noisy_loss + ar_weight * clean_loss
+
+
+# ------------------------------------------------- two streams: the same for many examples at once
+
+
+class Streams(NamedTuple):
+    """The two streams of one example; every field is (T,)."""
 
     tokens: Tensor
     pos: Tensor
     prefix: Tensor  # the number of clean tokens that a position sees: `visible` in model.py
-    doc: Tensor
+    doc: Tensor  # the example's number in the step; -1: padding
     target: Tensor  # the next token
     noisy_weight: Tensor  # of this position's cross-entropy in the noisy loss
     clean_weight: Tensor  # and in the clean loss
 
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(*(field.to(device) for field in self))
+
+class Forward(Streams):
+    """The streams of many examples, in rows; every field is (R, T)."""
+
+    def to(self, device: torch.device) -> "Forward":
+        return Forward(*(field.to(device) for field in self))
 
 
-PADDING = Batch(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0)
-SMOOTHING = 0.25  # of the probabilities in expected_weights: or far masks would wait for the first
+PADDING = Streams(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0)
 
 
-def lay_out(example: Example, block: int | None, mask_id: int, weight: float, doc=0) -> Batch:
+def lay_out(example: Example, block: int | None, mask_id: int, weight: float, doc=0) -> Streams:
     """One example as [clean ; masks]; if block is None, the clean stream alone.
 
-    Clean position p predicts token p + 1, and so does the mask at p. The first response token is
-    predicted by the last prompt token, never by a mask; it counts in both losses, as in the paper's
-    code.
+    weight: of each target (`target_weights`). What differs from `naive_loss`: the grid of blocks is
+    shifted by the example's phase, and positions that predict nothing are left out.
     """
     x = torch.tensor(example.tokens)
     prompt = example.prompt
-    pos = torch.arange(len(x) - 1)  # the last token predicts nothing
+    pos = torch.arange(len(x) - 1)
     predicts_response = pos >= prompt - 1
-    predicts_first = pos == prompt - 1
-    clean_stream = Batch(
+    predicts_first = pos == prompt - 1  # no mask does: it counts in both losses
+    clean_stream = Streams(
         tokens=x[:-1],
         pos=pos,
         prefix=pos + 1,
@@ -97,7 +126,7 @@ def lay_out(example: Example, block: int | None, mask_id: int, weight: float, do
     mask_pos = pos[prompt:]
     grid_pos = mask_pos + example.phase
     block_start = mask_pos - grid_pos % block
-    mask_stream = Batch(
+    mask_stream = Streams(
         tokens=torch.full_like(mask_pos, mask_id),
         pos=mask_pos,
         prefix=block_start.clamp(min=prompt),  # a block that begins in the prompt is cut short
@@ -109,17 +138,11 @@ def lay_out(example: Example, block: int | None, mask_id: int, weight: float, do
     return concatenate([clean_stream, mask_stream])
 
 
-def stream_length(example: Example, block: int | None) -> int:
-    """Positions of both streams. The last token, which predicts nothing, is in neither."""
-    clean = len(example.tokens) - 1
-    return clean if block is None else clean + example.targets - 1
-
-
 def target_weights(examples: list[Example], normalization: str) -> list[float]:
-    """Weight of each example's targets in the WHOLE step.
+    """The weight of each example's targets in the loss of the whole step.
 
     sequence: the mean over an example's targets, then over examples (the paper's); token: the mean
-    over all targets.
+    over all targets. The weights of all targets of a step add up to 1, however it is cut.
     """
     if normalization == "token":
         num_targets = sum(example.targets for example in examples)
@@ -127,94 +150,97 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
     return [1 / (example.targets * len(examples)) for example in examples]
 
 
-def batches(
-    examples: list[Example], config: Config, args: argparse.Namespace, rank=0, size=1, longest=0
-) -> list[Batch]:
+def forwards(
+    examples: list[Example], config: Config, args, row_width: int | None = None, rank=0, size=1
+) -> list[Forward]:
     """The forwards of process `rank` of `size`; every process has the same number of them.
 
-    longest: the maximum stream length. If given, examples are packed into rows, and all forwards of
-    all steps have one shape. If 0, every example has a row of its own, next to others of similar
-    length.
+    row_width: examples are packed into rows of this width, and all forwards of all steps have one
+    shape. None: every example has a row of its own, next to others of similar length.
     """
-    lengths = [stream_length(example, config.block) for example in examples]
-    if longest:
-        width = round_up(3 * longest // 2, 32)  # room for the longest and a short one
-        forwards = packed(lengths, width, args.batch_tokens, size)
-    else:
-        forwards = grouped(lengths, args.batch_tokens, size)
     weights = target_weights(examples, args.normalization)
-
-    def stream(i: int, doc: int) -> Batch:
-        return lay_out(examples[i], config.block, config.mask_token_id, weights[i], doc)
-
+    streams = []
+    for doc, (example, weight) in enumerate(zip(examples, weights)):
+        streams.append(lay_out(example, config.block, config.mask_token_id, weight, doc))
+    lengths = [len(each.tokens) for each in streams]
+    if row_width is None:
+        plans = grouped(lengths, args.batch_tokens, size)
+    else:
+        plans = packed(lengths, row_width, args.batch_tokens, size)
     result = []
-    for rows, width in forwards[rank::size]:
-        filled = [[stream(i, doc) for doc, i in enumerate(row)] for row in rows]
-        result.append(collate(filled, width, PADDING))
+    for rows, width in plans[rank::size]:
+        filled = [[streams[i] for i in row] for row in rows]
+        result.append(Forward(*collate(filled, width, PADDING)))
     return result
 
 
 # --------------------------------------------------------------------------------------------- loss
 
+SMOOTHING = 0.25  # without it far masks would weigh nothing until the near ones are learnt
 
-def dense_mask(batch: Batch) -> Tensor:
+
+def dense_mask(forward: Forward) -> Tensor:
     """`visible` on all pairs of positions: (R, 1, T, T)."""
-    fields = (batch.pos, batch.prefix, batch.doc)
+    fields = (forward.pos, forward.prefix, forward.doc)
     queries = [field[:, None, :, None] for field in fields]
     keys = [field[:, None, None, :] for field in fields]
     return visible(*queries, *keys)
 
 
-def hidden_states(model: Qwen2, batch: Batch) -> Tensor:
+def hidden_states(model: Qwen2, forward: Forward) -> Tensor:
     """Hidden states (R, T, D) of both streams."""
     if can_use_flex(model.device, model.config.head_dim):
-        mask = block_mask(visible, batch.pos, batch.prefix, batch.doc)
-        return model(batch.tokens, batch.pos, mask, kernel=attend_flex)
-    return model(batch.tokens, batch.pos, dense_mask(batch))
+        mask = block_mask(visible, forward.pos, forward.prefix, forward.doc)
+        return model(forward.tokens, forward.pos, mask, kernel=attend_flex)
+    return model(forward.tokens, forward.pos, dense_mask(forward))
 
 
-def positions_with_target(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Their (row, column) indices."""
-    return (batch.noisy_weight + batch.clean_weight).nonzero(as_tuple=True)
+def positions_with_target(forward: Forward) -> tuple[Tensor, Tensor]:
+    """Row and column (N,) of each position whose prediction counts in a loss."""
+    return (forward.noisy_weight + forward.clean_weight).nonzero(as_tuple=True)
 
 
 @torch.no_grad()
-def expected_weights(cross_entropy: Tensor, batch: Batch, at: tuple, block: int) -> Tensor:
-    """Factors (N,) for the weights of these positions; their mean over an example's masks is 1.
+def expected_weights(cross_entropy: Tensor, forward: Forward, at: tuple, block: int) -> Tensor:
+    """Factors (N,) for the noisy weights at these positions; their mean over an example is 1.
 
     Of a block's guesses p1 + p1 p2 + ... are expected to hold: each needs those before it. The
     derivative of this number by log p_k is the sum of p1 ... pm over m >= k: the factor of mask k.
     """
-    p = (torch.exp(-cross_entropy) + SMOOTHING) / (1 + SMOOTHING)
-    offset = (batch.pos - batch.prefix)[at]  # of a mask in its block; -1 at a clean token
-    place = ((offset <= 0).cumsum(0) - 1, offset)  # a row for every block; a clean token's is empty
-    blocks = p.new_zeros(len(p), block + 1).index_put(place, p)
-    all_hold = blocks.cumprod(1)
+    offset = (forward.pos - forward.prefix)[at]  # of a mask in its block; -1: a clean token
+    is_mask = offset >= 0
+    offset = offset[is_mask]  # (M,)
+    p = (torch.exp(-cross_entropy[is_mask]) + SMOOTHING) / (1 + SMOOTHING)
+    place = ((offset == 0).cumsum(0) - 1, offset)  # the number of its block, the place in it
+    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row for each block
+    all_hold = blocks.cumprod(1)  # p1, p1 p2, ...
     gain = all_hold.flip(1).cumsum(1).flip(1)[place]
-    example = at[0] * batch.doc.size(1) + batch.doc[at]
-    mean = torch.bincount(example, gain) / torch.bincount(example, offset >= 0)
-    return torch.where(offset < 0, 1, gain / mean[example])
+    example = forward.doc[at][is_mask]
+    mean = torch.bincount(example, gain) / torch.bincount(example)
+    factors = torch.ones_like(cross_entropy)
+    factors[is_mask] = gain / mean[example]
+    return factors
 
 
-def losses(model: Qwen2, batch: Batch, mask_weight="uniform") -> tuple[Tensor, Tensor]:
+def losses(model: Qwen2, forward: Forward, mask_weight="uniform") -> tuple[Tensor, Tensor]:
     """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss."""
 
     def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.logits(hidden), target, reduction="none")
 
-    hidden = hidden_states(model, batch)
-    at = positions_with_target(batch)
-    each = model.in_chunks(cross_entropy, hidden[at], batch.target[at])
-    weight = batch.noisy_weight[at]
-    if mask_weight == "expected":
-        weight = weight * expected_weights(each, batch, at, model.config.block or 0)
+    hidden = hidden_states(model, forward)
+    at = positions_with_target(forward)
+    each = model.in_chunks(cross_entropy, hidden[at], forward.target[at])
+    weight = forward.noisy_weight[at]
+    if mask_weight == "expected" and model.config.block:
+        weight = weight * expected_weights(each, forward, at, model.config.block)
     noisy = (each * weight).sum()
-    clean = (each * batch.clean_weight[at]).sum()
+    clean = (each * forward.clean_weight[at]).sum()
     return noisy, clean
 
 
 @torch.no_grad()
-def look_ahead(model: Qwen2, held_out: list[Batch]) -> list[float]:
+def look_ahead(model: Qwen2, held_out: list[Forward]) -> list[float]:
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
     The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
@@ -228,13 +254,13 @@ def look_ahead(model: Qwen2, held_out: list[Batch]) -> list[float]:
     def best_token(hidden: Tensor) -> Tensor:
         return model.logits(hidden).argmax(-1)
 
-    for batch in held_out:
-        batch = batch.to(model.device)
-        is_mask = batch.prefix <= batch.pos
-        ahead = torch.where(is_mask, batch.pos - batch.prefix + 2, 1)
-        at = positions_with_target(batch)
-        best = model.in_chunks(best_token, hidden_states(model, batch)[at])
-        is_right = (best == batch.target[at]).float()
+    for forward in held_out:
+        forward = forward.to(model.device)
+        is_mask = forward.prefix <= forward.pos
+        ahead = torch.where(is_mask, forward.pos - forward.prefix + 2, 1)
+        at = positions_with_target(forward)
+        best = model.in_chunks(best_token, hidden_states(model, forward)[at])
+        is_right = (best == forward.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
     shares = right / count.clamp(min=1)
@@ -259,27 +285,32 @@ def share_done(args: argparse.Namespace, step: int, consumed: int, num_rows: int
     return min(1.0, consumed / (args.epochs * num_rows))  # the last step may take a few rows more
 
 
-def add_gradients(model: Qwen2, forwards: list[Batch], args, autocast) -> Tensor:
-    """Those of a step's loss; return its parts (noisy, clean) in this process: (2,)."""
-    is_mars = model.config.block is not None
+def add_gradients(model: Qwen2, step_forwards: list[Forward], args, autocast) -> Tensor:
+    """Add the gradients of a step's loss; its two parts (noisy, clean) in this process: (2,)."""
     size = processes.rank_and_size()[1]
     sums = torch.zeros(2, device=model.device)
-    for batch in forwards:
+    for forward in step_forwards:
         with autocast:
-            noisy, clean = losses(model, batch.to(model.device), args.mask_weight)
-        loss = noisy + args.ar_weight * clean if is_mars else clean
+            noisy, clean = losses(model, forward.to(model.device), args.mask_weight)
+        loss = noisy + args.ar_weight * clean if model.config.block else clean
         (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
         sums += torch.stack([noisy, clean]).detach()
     return sums
 
 
+def packed_width(model: Qwen2, max_length: int) -> int | None:
+    """The width of packed rows. None: no packing, for dense attention costs the width's square."""
+    if not can_use_flex(model.device, model.config.head_dim):
+        return None
+    longest = 2 * max_length if model.config.block else max_length
+    return round_up(3 * longest // 2, 32)  # room for the longest and a short one
+
+
 def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.dtype) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run."""
     rank, size = processes.rank_and_size()
-    is_mars = model.config.block is not None
-    longest = 0  # no packing: dense attention costs the square of the width
-    if can_use_flex(model.device, model.config.head_dim):
-        longest = args.max_length * (2 if is_mars else 1)
+    config = model.config
+    width = packed_width(model, args.max_length)
     if args.checkpoint_layers:
         processes.recompute_layers(model)
     if dist.is_initialized():
@@ -288,29 +319,22 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     autocast = processes.arithmetic_in(dtype, model.device)  # the weights stay float32
-    config = config_json(model.config)
-    step = 0
-    consumed = 0
     with run:
-        if run.found:
-            step, consumed, skipped = run.resume(model, optimizer)
-            data.skipped = Counter(skipped)
-            run.export(model, config, chat)  # in case the run was killed before it
+        step, consumed = run.start(model, optimizer, chat, data)
         done = share_done(args, step, consumed, len(data.training))
-        if run.found and done >= 1:
-            return 0
-
-        for examples, consumed, skipped in data.steps(args.batch, start_at=consumed):  # noqa: B020
+        batches = data.steps(args.batch, start_at=consumed)
+        while done < 1:
             began = time.perf_counter()
+            batch = next(batches)
             before = done
-            done = share_done(args, step + 1, consumed, len(data.training))
+            done = share_done(args, step + 1, batch.consumed, len(data.training))
             # The rate at the middle of the step: neither the first nor the last step has rate 0.
             rate = learning_rate(args.lr, (before + done) / 2, args.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            forwards = batches(examples, model.config, args, rank, size, longest)
-            sums = add_gradients(model, forwards, args, autocast)
+            parts = forwards(batch.examples, config, args, width, rank, size)
+            sums = add_gradients(model, parts, args, autocast)
             grad_norm = processes.clip_gradients(model, args.clip)
             if not 0 < grad_norm < math.inf:  # NaN, or 0 where hidden states overflow: a dead model
                 what = f"step {step + 1}: the gradient's norm is {grad_norm:g}"
@@ -320,7 +344,7 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
             step += 1
 
             noisy, clean = processes.total(sums).tolist()
-            num_tokens = sum(len(example.tokens) for example in examples)
+            num_tokens = sum(len(example.tokens) for example in batch.examples)
             record = {
                 "step": step,
                 "noisy": round(noisy, 5),
@@ -330,22 +354,21 @@ def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.
                 "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
                 "memory_gib": round(processes.peak_memory(model.device), 2),
             }
-            if not is_mars:
+            if config.block is None:
                 del record["noisy"]
             is_due = done >= 1 or step % args.save_every == 0
             if is_due and data.held_out:
+                held_out = forwards(data.held_out, config, args, width)
                 with autocast:
-                    held_out = batches(data.held_out, model.config, args, longest=longest)
                     record["look_ahead"] = look_ahead(model, held_out)
-            run.log(record, done, skipped)
+            run.log(record, done, batch.skipped)
+
             stop = run.stop_requested(model.device)
             if is_due or stop:
-                run.save(model, optimizer, consumed, finished=done >= 1)
-                run.export(model, config, chat)
-            if done >= 1:
-                return 0
-            if stop:
+                run.save(model, optimizer, chat, batch.consumed, finished=done >= 1)
+            if stop and done < 1:
                 return stop
+    return 0
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -428,7 +451,7 @@ def main() -> None:
         device = processes.join(device)
     with processes.together():
         model, chat, data, run = prepare(args, device)
-    use_free_cores(model)
+
     stop = train(model, chat, data, run, args, dtype)
     processes.wait_for_all()
     if stop:
@@ -436,9 +459,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    status = 0
-    try:
-        run_main(main, out_of_memory="use a smaller --batch-tokens, or --checkpoint-layers")
-    except SystemExit as stop:
-        status = stop.code
-    processes.leave(status)
+    processes.run(main, out_of_memory="use a smaller --batch-tokens, or --checkpoint-layers")

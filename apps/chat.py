@@ -59,7 +59,7 @@ class Conversation:
             self.ask(line, shaded)
 
     def set_tau(self, tau: float) -> None:
-        if self.decoder.lossless:
+        if self.decoder.options.verify:
             raise UserError("--verify takes no tau: start the conversation without it")
         check_tau(tau, self.decoder.options.metric)
         self.tau = tau

@@ -6,16 +6,17 @@
 The page is one file without network access. Its facts are a JSON object in its source.
 """
 
+import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
-from decode import Decoder, Options, Sequence, confidences, load_for_decoding
-from lossless import best_group
-from model import Qwen2
+from decode import Decoder, Options, Sequence, Threshold, confidences, load_for_decoding
+from lossless import Lossless, State
 from plumbing.arguments import Parser, path, read_options
-from plumbing.attention import FastForward
+from plumbing.attention import FastModel
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.files import all_or_nothing
@@ -26,51 +27,64 @@ from plumbing.terminal import TextStream, note, print_answer
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
-class RecordedForward(FastForward):
+class RecordedModel:
     """Keeps the logits that were asked for last: those of the candidates."""
 
+    def __init__(self, model: FastModel):
+        self.model = model
+
     def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:
-        self.logits = super().logits_at(hidden, columns)
+        self.logits = self.model.logits_at(hidden, columns)
         return self.logits
 
 
-class TracedDecoder(Decoder):
-    """A decoder with one row that keeps what each forward saw and decided."""
+class TracedMethod:
+    """A decoding method for one sequence; it keeps what each forward saw and decided."""
 
-    def __init__(self, model: Qwen2, chat: Chat, options: Options, longest: int):
-        super().__init__(model, options, rows=1, longest=longest)
-        self.forward = RecordedForward(model, self.cache, options.compile)
+    def __init__(self, method: Threshold | Lossless, options: Options, chat: Chat):
+        self.method = method
+        self.widest = method.widest
+        self.feed = method.feed
+        self.options = options
         self.chat = chat
-        self.text = TextStream(chat)
         self.forwards: list[dict] = []
 
-    def decide(self, hidden: Tensor, last_columns: list[int], batch: list[Sequence]) -> list:
-        [sequence] = batch
-        facts = {
-            "checked": self.labels(sequence.guesses),
-            "groups": sequence.groups,
-            "masks": self.block if self.lossless else sequence.num_masks,  # in each group
-        }
-        decisions = super().decide(hidden, last_columns, batch)
+    def decide(self, model: FastModel, hidden: Tensor, last: list[int], sequences: list) -> list:
+        [sequence] = sequences
+        before = copy.copy(sequence.state)
+        recorded = RecordedModel(model)
+        decisions = self.method.decide(recorded, hidden, last, sequences)
         [(tokens, held)] = decisions
-        candidates = self.candidates(sequence, held)
-        passed = len(tokens)
-        if self.lossless:
-            # The new guesses: of masks that saw `seen` of the former ones, then from the text.
-            seen = best_group(facts["groups"], held)
-            first = self.block if seen is None else held - seen
-            candidates = candidates[1 : 1 + max(0, self.block - first)]  # 0: AR's own token
-            passed = len(sequence.lookup.from_masks)
-            facts |= {"first": first, "looked_up": self.labels(sequence.guesses[passed:])}
-        facts |= {"held": held, "tokens": tokens, "candidates": candidates, "passed": passed}
-        self.forwards.append(facts)
+        if self.options.verify:
+            facts = self.of_guesses(before, sequence.state, held)
+            first_ahead = held + 1
+        else:
+            facts = {"checked": [], "groups": [0], "masks": before[1], "passed": len(tokens)}
+            first_ahead = 0
+        candidates = self.candidates(sequence, recorded.logits, first_ahead)
+        if self.options.verify:
+            candidates = candidates[: max(0, self.method.block - facts["first"])]
+        self.forwards.append(facts | {"held": held, "candidates": candidates})
         return decisions
 
-    def candidates(self, sequence: Sequence, held: int) -> list[tuple[str, float]]:
-        """Each candidate and how sure the model was of it."""
+    def of_guesses(self, before: State, after: State, held: int) -> dict:
+        """What a forward of `verify` checked, and what the next one will check."""
+        block = self.method.block
+        num_useful = len(before.useful_masks(held, block))
+        from_masks = len(after.lookup.from_masks)
+        return {
+            "checked": self.labels(before.guesses),
+            "groups": before.groups,
+            "masks": block,  # in each group
+            "first": block - num_useful,  # of the group's masks, that is of use
+            "passed": from_masks,
+            "looked_up": self.labels(after.guesses[from_masks:]),
+        }
+
+    def candidates(self, sequence: Sequence, logits: Tensor, ahead: int) -> list[tuple[str, float]]:
+        """Each candidate and how sure the model was of it. logits: (1, C, V)."""
         options = self.options
-        logits = self.forward.logits  # (1, C, V)
-        scores = with_dice(logits, [sequence], options.temperature, options.seed, [held])
+        scores = with_dice(logits, [sequence], options.temperature, options.seed, [ahead])
         tokens = scores.argmax(-1)
         if options.verify:
             sure = scores.softmax(-1).amax(-1)  # how likely a guess holds
@@ -81,25 +95,34 @@ class TracedDecoder(Decoder):
     def labels(self, tokens: list[int]) -> list[str]:
         return [self.chat.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
-    def step(self) -> list[tuple[Sequence, list[int]]]:
-        news = super().step()
-        for sequence, tokens in news:
-            forward = self.forwards[-1]
-            forward["tokens"] = self.labels(tokens)  # what was within the answer
-            forward["text"] = self.text.add(tokens)
-            forward["positions"] = sequence.positions[-1]
-        return news
 
-    def page(self, prompt: str) -> str:
-        facts = {
-            "prompt": prompt,
-            "tau": self.options.tau,
-            "metric": "probability" if self.options.verify else self.options.metric,
-            "verify": self.options.verify,
-            "forwards": self.forwards,
-        }
-        text = json.dumps(facts).replace("<", "\\u003c")  # "</script>" would end the JSON
-        return TEMPLATE.read_text(encoding="utf-8").replace("FACTS", text, 1)
+def trace(decoder: Decoder, chat: Chat) -> list[dict]:
+    """The facts of each forward; a decoder's one sequence is printed as it comes."""
+    method = TracedMethod(decoder.method, decoder.options, chat)
+    decoder.method = method
+    text = TextStream(chat)
+
+    def steps() -> Iterator[tuple[Sequence, list[int]]]:
+        for sequence, tokens in decoder:
+            method.forwards[-1]["tokens"] = method.labels(tokens)
+            method.forwards[-1]["text"] = text.add(tokens)
+            method.forwards[-1]["positions"] = sequence.widths[-1]
+            yield sequence, tokens
+
+    print_answer(steps(), chat, shaded=False)
+    return method.forwards
+
+
+def make_page(prompt: str, options: Options, forwards: list[dict]) -> str:
+    facts = {
+        "prompt": prompt,
+        "tau": options.tau,
+        "metric": "probability" if options.verify else options.metric,
+        "verify": options.verify,
+        "forwards": forwards,
+    }
+    text = json.dumps(facts).replace("<", "\\u003c")  # "</script>" would end the JSON
+    return TEMPLATE.read_text(encoding="utf-8").replace("FACTS", text, 1)
 
 
 def main() -> None:
@@ -118,11 +141,10 @@ def main() -> None:
     options = read_options(args, Options)
     model, chat = load_for_decoding(args)
     prompt = chat.encode(chat.prompt([{"role": "user", "content": args.prompt}]))
-    decoder = TracedDecoder(model, chat, options, len(prompt) + options.max_new)
+    decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
     with all_or_nothing(args.page.parent) as folder:  # or it fails now, not after the answer
-        print_answer(decoder, chat, shaded=False)
-        page = decoder.page(args.prompt)
+        page = make_page(args.prompt, options, trace(decoder, chat))
         (folder / args.page.name).write_text(page, encoding="utf-8")
     note(f"{args.page}: open it in a browser")
 

@@ -59,12 +59,12 @@ def span_unit(model: nn.Module, compile: bool) -> int:
     return 192 if is_bfloat16_on_cpu else 64
 
 
-class FastForward:
+class FastModel:
     """The forward of a model with one cache: the same results as model(...), sooner."""
 
     def __init__(self, model: nn.Module, cache, compile: bool):
         """compile: static shapes for all forwards but prefills."""
-        self.model = model
+        self.config = model.config
         self.cache = cache
         self.fast = fast_copy(model)
         self.compiled = compile_forward(model, cache) if compile else None
@@ -72,12 +72,10 @@ class FastForward:
 
     def __call__(self, tokens: Tensor, pos: Tensor, mask: Tensor, is_prefill: bool) -> Tensor:
         """Hidden states (R, T, D) of tokens (R, T), with a mask from the cache."""
-        if is_prefill:
-            self.fast = fast_copy(self.model)  # its weights may have changed since the last prompt
         forward = self.fast
         if self.compiled and not is_prefill:
             forward = self.compiled
-        mask = fold(mask, self.model.config, self.num_threads, self.model.dtype)
+        mask = fold(mask, self.config, self.num_threads, self.fast.dtype)
         return forward(tokens, pos, mask, self.cache, attend_folded)
 
     def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:

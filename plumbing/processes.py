@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from .errors import UserError, describe
+from .errors import UserError, describe, run_main
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -157,8 +157,16 @@ def peak_memory(device: torch.device) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
-def leave(status: int) -> None:
-    """End this process. Under torchrun at once: gloo's threads, still running, may abort it."""
+def run(main: Callable[[], None], out_of_memory: str) -> None:
+    """`run_main`, and the end of this process.
+
+    Under torchrun it ends at once: gloo's threads, still running, may abort it.
+    """
+    status = 0
+    try:
+        run_main(main, out_of_memory)
+    except SystemExit as stop:
+        status = stop.code
     if dist.is_torchelastic_launched():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,11 +4,13 @@ import argparse
 import json
 import os
 import weakref
+from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
 
 from .checkpoints import Checkpoints, whole_weights
+from .config import config_json
 from .data import reasons
 from .errors import UserError
 from .files import atomic_write, has_model, refuse_pipe, remove_leftovers, save
@@ -124,12 +126,15 @@ class Run:
         atomic_write(log, lambda file: file.write_text("".join(kept)))
         return open(log, "a")
 
-    def resume(self, model, optimizer) -> tuple[int, int, dict[str, int]]:
-        """Load the checkpoint that was found: its step, the rows consumed, the rows skipped."""
+    def start(self, model, optimizer, chat, data) -> tuple[int, int]:
+        """Load the checkpoint to resume from, if there is one: its step, and the rows consumed."""
+        if self.found is None:
+            return 0, 0
         self.checkpoints.load(model, optimizer)
-        self.step = self.found["step"]
         say(f"resumed at step {self.step}")
-        return self.step, self.found["consumed"], self.found["skipped"]
+        data.skipped = Counter(self.found["skipped"])
+        self.export(model, chat)  # in case the run was killed before it
+        return self.step, self.found["consumed"]
 
     def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
         """Add a line to log.jsonl and move the bar."""
@@ -144,20 +149,21 @@ class Run:
             shares = "  ".join(f"{share:.3f}" for share in record["look_ahead"])
             say(f"step {self.step}: right 1, 2, ... tokens ahead: {shares}")
 
-    def save(self, model, optimizer, consumed: int, finished: bool) -> None:
-        """A checkpoint of the step that was logged last."""
+    def save(self, model, optimizer, chat, consumed: int, finished: bool) -> None:
+        """Write a checkpoint of the step that was logged last, and the model for its users."""
         progress = {"step": self.step, "consumed": consumed, "skipped": self.skipped}
         progress |= {"finished": finished, "run": self.identity}
         self.checkpoints.save(model, optimizer, progress)
         if leads() and self.new_log.exists():
             os.replace(self.new_log, self.out / "log.jsonl")
+        self.export(model, chat)
 
-    def export(self, model, config: dict, chat) -> None:
+    def export(self, model, chat) -> None:
         """Write the whole model for its users: see `files.save`."""
         weights = whole_weights(model)
         with together():
             if leads():
-                save(self.out, config, chat, weights)
+                save(self.out, config_json(model.config), chat, weights)
         self.saved_step = self.step
 
     def stop_requested(self, device) -> int:

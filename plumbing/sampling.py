@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 def with_dice(
-    logits: Tensor, batch: list, temperature: float, seed: int, ahead: list[int]
+    logits: Tensor, sequences: list, temperature: float, seed: int, ahead: list[int]
 ) -> Tensor:
     """Scores (R, C, V) from logits (R, C, V); the token with the best score is the one to take.
 
     Without a temperature they are the logits. At T > 0 they are logits + T * dice, of which the
     best is a draw from p^(1/T). (logits / T + dice have the same order, but T may be tiny.)
 
-    Column c of a row is for the place len(text) + ahead + c of its sequence in `batch`. (A row
+    Column c of a row is for the place len(text) + ahead + c of its sequence. (A row
     without a sequence is None.)
     """
     if temperature == 0:
         return logits
     noise = torch.zeros_like(logits)
-    for of_row, sequence, num_ahead in zip(noise, batch, ahead):
+    for of_row, sequence, num_ahead in zip(noise, sequences, ahead):
         if sequence:
             place = len(sequence.text) + num_ahead
             for position, of_column in enumerate(of_row, start=place):

@@ -1,7 +1,6 @@
 """Which sequence sits in which row of the cache."""
 
 from collections import deque
-from os.path import commonprefix  # works on lists, too
 
 PREFILL = 4096  # positions of prompts, padding included, in one forward; more only for one prompt
 
@@ -12,16 +11,16 @@ class Scheduler:
     A sequence has its `text` (token ids), the length of its prompt, and is `done` or not.
     """
 
-    def __init__(self, cache, rows: int, num_masks: int):
-        """num_masks: how many positions a prefill needs after the prompt."""
+    def __init__(self, cache, rows: int, block: int):
+        """block: B, how many masks a prefill has after the prompt."""
         self.cache = cache
-        self.num_masks = num_masks
+        self.block = block
         self.waiting = deque()
-        self.rows = [None] * rows
+        self.sequences = [None] * rows  # in each row a sequence, or None
 
     def admit(self) -> slice:
         """Give waiting sequences the first free rows that are adjacent; returns these rows."""
-        free = [sequence is None or sequence.done for sequence in self.rows]
+        free = [sequence is None or sequence.done for sequence in self.sequences]
         if not self.waiting or True not in free:
             return slice(0)
         first = free.index(True)
@@ -35,13 +34,13 @@ class Scheduler:
                 continue
             num_kept = self.shared_prefix(end, new)
             most_kept = max(most_kept, num_kept)
-            widest = max(widest, len(new.text) - num_kept + self.num_masks)
+            widest = max(widest, len(new.text) - num_kept + self.block)
             is_too_much = widest * (end + 1 - first) > PREFILL
             is_too_long = most_kept + widest > self.cache.capacity
             if end > first and (is_too_much or is_too_long):
                 break
             self.cache.begin(end, num_kept, len(new.text))
-            self.rows[end] = self.waiting.popleft()  # after `begin`, in case of Ctrl-C
+            self.sequences[end] = self.waiting.popleft()  # after `begin`, in case of Ctrl-C
             end += 1
         return slice(first, end)
 
@@ -50,14 +49,24 @@ class Scheduler:
 
         The last token of a prompt is always fed: it predicts the first new one.
         """
-        if self.rows[row] is None:
+        if self.sequences[row] is None:
             return 0
-        held = self.rows[row].text[: self.cache.lengths[row]]
-        return len(commonprefix([held, new.text[:-1]]))
+        held = self.sequences[row].text[: self.cache.lengths[row]]
+        return num_in_common(held, new.text[:-1])
 
     def clear_done(self) -> None:
         """Empty the rows that are done, or attention would still span their positions."""
-        for row, sequence in enumerate(self.rows):
+        for row, sequence in enumerate(self.sequences):
             if sequence and sequence.done:
-                self.rows[row] = None
+                self.sequences[row] = None
                 self.cache.begin(row)
+
+
+def num_in_common(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists begin with in common."""
+    count = 0
+    for token, other_token in zip(one, other):
+        if token != other_token:
+            break
+        count += 1
+    return count

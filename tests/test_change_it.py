@@ -1,4 +1,4 @@
-"""docs/change-it.md: each diff applies, has at most ten lines, and gives what the page prints."""
+"""docs/change-it.md: each change has at most ten lines, and gives what the page prints."""
 
 import re
 import shlex
@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 
-import commands
 import pytest
 from common import ROOT
 
 PAGE = (ROOT / "docs/change-it.md").read_text()
 BLOCKS = re.findall(r"```diff\n(.*?)```\n.*?```\n(python .*?)```\n```\n(.*?)```", PAGE, re.DOTALL)
 NEEDED = ["decode.py", "kv_cache.py", "lossless.py", "model.py", "train.py", "plumbing", "toy"]
+RATIO, GRID, TOP_P = range(3)
 
 
 @pytest.fixture
@@ -25,12 +25,26 @@ def copy(tmp_path):
     return tmp_path
 
 
-def run(*words: str, cwd, input: str = "") -> str:
-    done = subprocess.run(
-        words, cwd=cwd, input=input, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+def apply(diff: str, folder) -> None:
+    """Make a change where its lines stand: once in the file, wherever that is."""
+    name, _, hunks = diff.removeprefix("--- ").partition("\n")
+    text = (folder / name).read_text()
+    for hunk in hunks.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] != "+")
+        after = "".join(line[1:] for line in lines if line[0] != "-")
+        assert text.count(before) == 1, f"{name} has {text.count(before)} times:\n{before}"
+        text = text.replace(before, after)
+    (folder / name).write_text(text)
+
+
+def run(command: str, folder) -> list[str]:
+    """The lines that a command of the page prints, on both streams."""
+    words = [sys.executable, *shlex.split(command)[1:]]
+    output = subprocess.STDOUT
+    done = subprocess.run(words, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=output)
     assert done.returncode == 0, done.stdout
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def test_the_page_has_three_changes():
@@ -40,20 +54,26 @@ def test_the_page_has_three_changes():
 @pytest.mark.parametrize("diff, command, printed", BLOCKS, ids=["confidence", "grid", "top-p"])
 def test_a_change(copy, diff, command, printed):
     """Every line that the page prints begins a line of the output; rates and seconds may follow."""
-    added = [line for line in diff.splitlines() if re.match(r"\+(?!\+)", line)]
-    assert len(added) <= 10
-    run("git", "apply", "-", cwd=copy, input=diff)
-    output = run(sys.executable, *shlex.split(command)[1:], cwd=copy).splitlines()
+    assert len(re.findall(r"^\+", diff, re.MULTILINE)) <= 10
+    apply(diff, copy)
+    output = run(command, copy)
     for line in printed.splitlines():
         assert any(found.startswith(line) for found in output), output
 
 
+def test_a_stricter_ratio_takes_as_many_forwards_as_the_page_says(copy):
+    diff, command, _ = BLOCKS[RATIO]
+    apply(diff, copy)
+    said = re.findall(r"`--tau (\S+)` takes\s+(\d+)", PAGE)
+    assert len(said) == 2
+    for tau, forwards in said:
+        assert f" in {forwards} forwards" in run(f"{command} --tau {tau}", copy)[-1]
+
+
 def test_top_p_keeps_verify_lossless(copy):
-    """What the page prints with --verify is what the changed sampling says one token at a time."""
-    diff, command, printed = BLOCKS[2]
-    run("git", "apply", "-", cwd=copy, input=diff)
-    words = [word for word in shlex.split(command)[1:] if word != "--verify"]
-    plain = run(sys.executable, *words, "--tau", "1", cwd=copy).splitlines()
-    assert plain[-2] == printed.splitlines()[0]
-    unchanged = commands.command("decode", *words[1:], "--tau", 1)
-    assert unchanged.status == 0 and plain[-2] not in unchanged.out
+    """With --verify the page's text is what the changed sampling says one token at a time."""
+    diff, command, printed = BLOCKS[TOP_P]
+    plain = command.replace("--verify", "--tau 1")
+    assert run(plain, copy)[-2].endswith("The answer is 35.")  # before the change
+    apply(diff, copy)
+    assert run(plain, copy)[-2] == printed.splitlines()[0]

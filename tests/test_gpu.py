@@ -50,24 +50,25 @@ def test_flex_attention_is_the_dense_mask():
     rows = rows_of(ROOT / "toy/train.jsonl")[:40]
     examples = [data.encode(row, chat, 2, 512) for row in rows]
     args = arguments("--batch-tokens", 1024)
-    packed = train.batches(examples, model.config, args, longest=2 * args.max_length)
+    width = train.packed_width(model, args.max_length)
+    packed = train.forwards(examples, model.config, args, width)
 
-    def with_flex(batch: train.Batch) -> torch.Tensor:
-        mask = attention.block_mask(visible, batch.pos, batch.prefix, batch.doc)
-        return model(batch.tokens, batch.pos, mask, kernel=attention.attend_flex)
+    def with_flex(forward: train.Forward) -> torch.Tensor:
+        mask = attention.block_mask(visible, forward.pos, forward.prefix, forward.doc)
+        return model(forward.tokens, forward.pos, mask, kernel=attention.attend_flex)
 
-    def with_dense_mask(batch: train.Batch) -> torch.Tensor:
-        return model(batch.tokens, batch.pos, train.dense_mask(batch))
+    def with_dense_mask(forward: train.Forward) -> torch.Tensor:
+        return model(forward.tokens, forward.pos, train.dense_mask(forward))
 
     found = []
     for hidden_states in (with_flex, with_dense_mask):
         numbers = []
         model.zero_grad()
-        for batch in packed:
-            batch = batch.to(model.device)
-            is_noisy = batch.noisy_weight > 0
-            logits = model.logits(hidden_states(batch)[is_noisy])
-            target = batch.target[is_noisy]
+        for forward in packed:
+            forward = forward.to(model.device)
+            is_noisy = forward.noisy_weight > 0
+            logits = model.logits(hidden_states(forward)[is_noisy])
+            target = forward.target[is_noisy]
             loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
             loss.backward()
             numbers.append(loss.detach().reshape(1))

@@ -62,8 +62,8 @@ def test_a_conversation(monkeypatch, answers):
     first, second, third = answers
     assert prompt_of(third) == prompt_of(first)
     assert second.text[: len(first.text)] == first.text
-    assert first.positions[0] == len(prompt_of(first)) + 4  # all of it, and the masks
-    assert second.positions[0] < 20 and third.positions[0] == 1  # only what is new
+    assert first.widths[0] == len(prompt_of(first)) + 4  # all of it, and the masks
+    assert second.widths[0] < 20 and third.widths[0] == 1  # only what is new
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 3
     assert "tau 7.0: must be between 0 and 1" in errors[0] and "'x'" in errors[1]

@@ -16,7 +16,7 @@ from plumbing.chat import Chat
 from plumbing.data import Dataset, Example, Unusable, encode
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile
-from train import batches, losses
+from train import forwards, losses
 
 EOS = 2  # of the toy tokenizer
 
@@ -230,7 +230,7 @@ def test_every_kind_of_row_there_is(chat, tmp_path):
     assert not found
     model = load(str(ROOT / "toy/draft"))[0]
     with torch.no_grad():
-        both = [losses(model, batch) for batch in batches(examples, model.config, arguments())]
+        both = [losses(model, batch) for batch in forwards(examples, model.config, arguments())]
     assert all(noisy.isfinite() and clean.isfinite() for noisy, clean in both)
 
 

@@ -10,7 +10,7 @@ from training import arguments, random_example, whole_step
 import train
 from plumbing.data import Example
 from plumbing.packing import pack, round_up
-from train import batches, lay_out, losses
+from train import forwards, lay_out, losses
 
 
 def test_round_up():
@@ -33,6 +33,10 @@ def test_packing():
         assert len(rows) == 1 or min(filled) + sorted(filled)[1] > width
 
 
+def most_examples_in_a_row(forward: train.Forward) -> int:
+    return max(len(set(row.tolist()) - {-1}) for row in forward.doc)
+
+
 def test_the_forwards_of_a_step():
     """As many in every process, or they would wait for each other forever; and little padding.
 
@@ -48,25 +52,25 @@ def test_the_forwards_of_a_step():
             tokens = random_prompt(rng, 2 + rng.randint(5, 400))
             examples.append(Example(tokens, rng.randint(1, 5)))
         args = arguments("--batch-tokens", rng.choice([1024, 4096]))
-        total = sum(train.stream_length(e, config.block) for e in examples)
-        for longest in (810, 0):
-            each = [batches(examples, config, args, r, worlds, longest) for r in range(worlds)]
-            assert len({len(forwards) for forwards in each}) == 1
-            forwards = [batch for some in each for batch in some]
-            assert total == sum(int((batch.doc >= 0).sum()) for batch in forwards)
-            for batch in forwards:
+        total = sum(len(lay_out(e, config.block, 1, 0.5).tokens) for e in examples)
+        for row_width in (1216, None):
+            each = [forwards(examples, config, args, row_width, r, worlds) for r in range(worlds)]
+            assert len({len(some) for some in each}) == 1
+            together = [batch for some in each for batch in some]
+            assert total == sum(int((batch.doc >= 0).sum()) for batch in together)
+            for batch in together:
                 rows, width = batch.tokens.shape
                 assert width % 32 == 0 and rows * width <= max(width, args.batch_tokens)
-            if longest:
-                [(rows, width)] = {tuple(batch.tokens.shape) for batch in forwards}
+            if row_width:
+                [(rows, width)] = {tuple(batch.tokens.shape) for batch in together}
                 assert (rows, width) == (max(1, args.batch_tokens // 1216), 1216)
                 spare = len(each[0]) * worlds + 1  # a row for each forward, at worst, and the last
-                assert rows * len(forwards) <= 1.25 * total / width + spare * rows
+                assert rows * len(together) <= 1.25 * total / width + spare * rows
             else:
-                for batch in forwards:
+                for batch in together:
                     real = (batch.doc >= 0).sum(1)
                     assert len(real) == 1 or real.min() >= 7 / 8 * batch.tokens.size(1) - 32
-                assert {int(batch.doc.max()) for batch in forwards} <= {0, -1}
+                assert max(most_examples_in_a_row(batch) for batch in together) == 1
         if len(examples) >= 8 * worlds:  # none of the processes is left without work
             shares = [sum(int((b.doc >= 0).sum()) for b in some) for some in each]
             assert min(shares) > 0
@@ -107,9 +111,9 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
             args.batch_tokens = rng.choice([1, 128, 300, 512, 2000])
             monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
             worlds = rng.randint(1, 3)
-            longest = rng.choice([0, 100, 150])
-            found = whole_step(model, examples, args, worlds, longest)
+            width = rng.choice([None, 160, 224])
+            found = whole_step(model, examples, args, worlds, width)
             assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-            first = batches(examples, model.config, args, 0, worlds, longest)
-            shared += sum(int(batch.doc.max() > 0) for batch in first)
+            first = forwards(examples, model.config, args, width, 0, worlds)
+            shared += sum(most_examples_in_a_row(batch) > 1 for batch in first)
     assert shared > 10  # rows that several examples share

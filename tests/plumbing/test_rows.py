@@ -94,7 +94,7 @@ def test_what_a_row_still_holds_is_not_fed_again():
             new_decoder = Decoder(model, Options(**options), 1, longest=200)
             fresh = new_decoder.add(prompt, index=turn)
             list(new_decoder)
-            spared = sum(fresh.positions) - sum(sequence.positions)
+            spared = sum(fresh.widths) - sum(sequence.widths)
             if turn < 2:
                 assert spared == min(held, len(prompt) - 1)
             else:
