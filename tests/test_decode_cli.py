@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -48,20 +49,20 @@ def test_verify_says_what_tau_1_says():
 def test_only_whole_characters_are_shown():
     """Every token of this text is a byte or so: none may show up as half a character."""
     chat = Chat(BASE)
+
+    def pieces(tokens: list[int], step: int = 1) -> list[str]:
+        stream = terminal.TextStream(chat)
+        return [stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)]
+
     text = "你好 🙂👩‍👩‍👧 é plums! ok"
     tokens = chat.encode(text)
     assert len(tokens) > 30
     for step in (1, 2, 3, 5):
-        stream = terminal.TextStream(chat)
-        pieces = [stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)]
-        assert "".join(pieces) == text
-        assert not any("\ufffd" in piece for piece in pieces)
-    stream = terminal.TextStream(chat)
-    half = [stream.add([token]) for token in chat.encode("ok 🙂")[:-1]]
-    assert "".join(half) == "ok "  # a text that ends within a character
+        shown = pieces(tokens, step)
+        assert "".join(shown) == text and not any("\ufffd" in piece for piece in shown)
+    assert "".join(pieces(chat.encode("ok 🙂")[:-1])) == "ok "  # it ends within a character
     stray = [chat.encode("🙂")[-1], *chat.encode(" ok")]  # a byte that no character begins with
-    stream = terminal.TextStream(chat)
-    assert "".join(stream.add([token]) for token in stray) == "\ufffd ok"
+    assert "".join(pieces(stray)) == "\ufffd ok"
 
 
 def test_shading():
@@ -81,41 +82,35 @@ def test_shading():
     assert terminal.legend(9).endswith("or more")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("shaded", [False, True])
 def test_control_characters_are_shown_and_not_sent_to_the_terminal(monkeypatch, shaded):
     """Else an answer could clear the screen or set the title of the window."""
     chat = Chat(BASE)
     text = "a\x1b[2J\x07\r\x00\x7f\x9bb\tc\nd"
-    steps = [(None, chat.encode(text))]
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stdout", shown)
-    terminal.print_answer(steps, chat, shaded)
-    plain = re.sub(r"\033\[[\d;]*m", "", shown.getvalue())  # without our own colours
-    assert plain == "a␛[2J␇␍␀␡\ufffdb\tc\nd\n"
-    monkeypatch.setattr(sys, "stdout", io.StringIO())  # a file gets the text as it is
-    terminal.print_answer(steps, chat, shaded=False)
-    assert sys.stdout.getvalue() == text + "\n"
+    shown = {}
+    for is_terminal in (False, True):
+        stream = io.StringIO()
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal
+        monkeypatch.setattr(sys, "stdout", stream)
+        terminal.print_answer([(None, chat.encode(text))], chat, shaded)
+        shown[is_terminal] = re.sub(r"\033\[[\d;]*m", "", stream.getvalue())  # without our colours
+    assert shown[True] == "a␛[2J␇␍␀␡\ufffdb\tc\nd\n"
+    assert shown[False] == text + "\n"  # a file gets the text as it is
 
 
 def test_a_system_message_and_a_dtype_are_used(monkeypatch):
     seen = {}
 
     def spy(decoder, prompt):
-        seen["text"] = chat.tokenizer.decode(prompt, skip_special_tokens=False)
-        seen["model"] = decoder.model
+        seen["text"] = Chat(BASE).tokenizer.decode(prompt, skip_special_tokens=False)
+        seen["dtype"] = decoder.cache.layers[0][0].dtype
         raise UserError("enough")
 
-    chat = Chat(BASE)
     monkeypatch.setattr(decode.Decoder, "add", spy)
     words = ("--system", "Be brief.", "--dtype", "bfloat16")
     assert is_refused(command("decode", *MARS, "--prompt", PROMPT, *words), "enough")
     assert "<|im_start|>system\nBe brief.<|im_end|>" in seen["text"] and PROMPT in seen["text"]
-    assert seen["model"].dtype == torch.bfloat16
+    assert seen["dtype"] == torch.bfloat16
 
 
 # ---------------------------------------------------------------------------------- how it ends
@@ -149,22 +144,15 @@ def test_interrupting_keeps_the_text_so_far(monkeypatch):
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_how_a_script_ends(capsys, error, status, message):
-    def main():
-        raise error
-
-    with pytest.raises(SystemExit) as stop:
-        errors.run_main(main)
-    err = capsys.readouterr().err
-    assert stop.value.code == status and message in err and err.count("\n") <= 1
+def test_how_a_script_ends(monkeypatch, error, status, message):
+    monkeypatch.setattr(decode, "main", mock.Mock(side_effect=error))
+    done = command("decode")
+    assert done.status == status and message in done.err and done.err.count("\n") <= 1
 
 
 def test_a_bug_of_ours_keeps_its_traceback():
-    def main():
-        raise RuntimeError("shape mismatch")
-
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        errors.run_main(main)
+        errors.run_main(mock.Mock(side_effect=RuntimeError("shape mismatch")))
 
 
 def test_a_reader_that_goes_away():
