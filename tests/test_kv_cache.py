@@ -6,10 +6,8 @@ import pytest
 import torch
 from common import cases, tiny_model
 
-from decode import Sequence
 from kv_cache import BlockCache, KVCache
 from model import visible
-from plumbing.errors import UserError
 
 
 def random_positions(rng: random.Random, start: int) -> list[tuple[int, int]]:
@@ -49,22 +47,11 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
             assert mask[row].any(-1).all()  # padding, too, sees something: no NaN
 
 
-def test_what_just_fits():
-    """A cache, or the model's positions, to the last one."""
-    model = tiny_model(random.Random(0))
-    cache = KVCache(model.config, 1, 10, "cpu", torch.float64)
-    cache.reserve(10)
-    limit = model.config.max_position_embeddings
-    Sequence([2] * (limit - 5), model.config, max_new=5, tau=1)
-    with pytest.raises(UserError, match="exceed the model's 512 positions"):
-        Sequence([2] * (limit - 5), model.config, max_new=6, tau=1)
-
-
 def test_the_cache_refuses_what_does_not_fit():
     """Before anything is written; only real positions count, and a new text may keep some."""
     model = tiny_model(random.Random(0))
     cache = KVCache(model.config, 2, 10, "cpu", torch.float64)
-    cache.reserve(8)
+    cache.reserve(10)  # what just fits
     cache.commit([8, 3])
     with pytest.raises(ValueError, match="8 \\+ 3 positions exceed the capacity of 10"):
         cache.reserve(3)

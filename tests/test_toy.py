@@ -59,19 +59,3 @@ def test_bad_options(tmp_path, monkeypatch, capsys, words, message):
         run_make(monkeypatch, *words)
     assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
     assert not list(tmp_path.iterdir()) and before == (ROOT / "README.md").read_bytes()
-
-
-def test_a_disk_that_is_full(tmp_path, monkeypatch):
-    """What was there before stays."""
-    write_text = Path.write_text
-
-    def full(path, text, encoding):
-        write_text(path, text[:100], encoding)
-        raise OSError(28, "No space left on device")
-
-    file = tmp_path / "train.jsonl"
-    file.write_text("the old one")
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(SystemExit):
-        run_make(monkeypatch, here=tmp_path)
-    assert file.read_text() == "the old one" and list(tmp_path.iterdir()) == [file]

@@ -8,7 +8,6 @@ import sys
 import pytest
 from commands import MARS, PROMPT, command, process
 from common import ROOT, rows_of
-from training import write
 
 from decode import Decoder, Sequence, generate
 from kv_cache import KVCache
@@ -77,10 +76,9 @@ def test_every_turn_has_its_own_draws(monkeypatch):
     assert done.status == 0 and first != second
 
 
-def test_a_system_message_survives_a_reset(monkeypatch, answers):
+def test_a_system_message_survives_a_reset(monkeypatch, answers, chat):
     done = converse(monkeypatch, ["Hi", "/reset", "Hi"], "--system", "Be brief.", "--max-new", 5)
     first, second = answers
-    chat = load(str(ROOT / "toy/mars"))[1]
     assert done.status == 0 and prompt_of(first) == prompt_of(second)
     assert "system\nBe brief." in chat.tokenizer.decode(prompt_of(first), skip_special_tokens=False)
 
@@ -129,22 +127,34 @@ def test_a_conversation_through_a_pipe():
 # ------------------------------------------------------------------------------ a file of prompts
 
 
-def results(done) -> list[dict]:
-    assert done.status == 0, done.err
-    return [json.loads(line) for line in done.out.splitlines()]
+@pytest.fixture
+def answer(tmp_path):
+    """Answers a file with these lines: texts, or the rows of JSONL."""
+
+    def run(lines: list[str | dict], *words: object, separator="\n") -> list[dict]:
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (tmp_path / "in").write_text(separator.join(texts))
+        done = command("apps.batch", *MARS, tmp_path / "in", *words)
+        assert done.status == 0
+        assert re.fullmatch(r"\d+ tokens: \S+ tokens per forward, \d+ tok/s\n", done.err), done.err
+        return [json.loads(line) for line in done.out.splitlines()]
+
+    return run
 
 
-def test_prompts_from_a_file(tmp_path):
+@pytest.fixture(scope="module")
+def chat():
+    return load(str(ROOT / "toy/mars"))[1]
+
+
+def test_prompts_from_a_file(answer):
     """Answers in input order, whatever is done first; a tau and an id of one's own."""
     problems = rows_of(ROOT / "toy/test.jsonl")[:7]
     given = [{"prompt": problem["prompt"]} for problem in problems]
     given[1] |= {"id": "slow", "tau": 1}
     given[2] = {"messages": [{"role": "user", "content": given[2]["prompt"]}], "id": None}
-    lines = [json.dumps(row) for row in given]
-    (tmp_path / "in.jsonl").write_text("\ufeff" + "\r\n\n".join(lines) + "\n")
-    done = command("apps.batch", tmp_path / "in.jsonl", "--rows", 3)
-    rows = results(done)
-    assert "tokens per forward" in done.err and "it/s" not in done.err  # no bar into a pipe
+    with_mark = "\ufeff" + json.dumps(given[0])  # as some editors begin a file
+    rows = answer([with_mark, *given[1:]], "--rows", 3, separator="\r\n\n")
     shape = ["id", "prompt", "response", "tokens", "forwards", "finish_reason"]
     assert list(rows[0]) == shape and list(rows[2]) == [shape[0], "messages", *shape[2:]]
     assert [row["id"] for row in rows] == [1, "slow", None, 7, 9, 11, 13]  # else the line
@@ -155,65 +165,51 @@ def test_prompts_from_a_file(tmp_path):
         assert row["finish_reason"] == "stop"
     assert rows[1]["tokens"] == rows[1]["forwards"]
     assert all(row["tokens"] > 2 * row["forwards"] for row in rows[2:])
-
-    (tmp_path / "in.txt").write_text("\n".join(problem["prompt"] for problem in problems))
-    plain = results(command("apps.batch", tmp_path / "in.txt", "--block-cache", 8))
+    plain = answer([problem["prompt"] for problem in problems], "--block-cache", 8)
     assert [row["response"] for row in plain] == [row["response"] for row in rows]
 
 
-def test_answers_are_training_data(tmp_path):
+def test_answers_are_training_data(answer, chat):
     """As they are; a response that was cut short gets no end-of-turn target."""
-    chat = load(str(ROOT / "toy/mars"))[1]
-    (tmp_path / "in.txt").write_text(PROMPT + "\n")
     for max_new, reason in ((60, "stop"), (20, "length")):
-        [row] = results(command("apps.batch", tmp_path / "in.txt", "--max-new", max_new, *MARS))
+        [row] = answer([PROMPT], "--max-new", max_new)
         assert row["finish_reason"] == reason
         example = encode(row, chat, eos=2, max_length=512)
         assert example.targets == row["tokens"]
         assert (example.tokens[-1] == 2) == (reason == "stop")
     messages = [{"role": "system", "content": "Hi"}, {"role": "user", "content": PROMPT}]
-    (tmp_path / "in.txt").write_text(json.dumps({"messages": messages}))
-    [row] = results(command("apps.batch", tmp_path / "in.txt", *MARS))
+    [row] = answer([{"messages": messages}])
     example = encode(row, chat, eos=2, max_length=512)
     assert chat.decode(example.tokens[example.prompt :]) == row["response"]
 
 
-def test_a_question_is_a_prompt(tmp_path):
+def test_a_question_is_a_prompt(answer, chat):
     """As the rows of GSM8K have it, in a file of prompts and in training."""
-    chat = load(str(ROOT / "toy/mars"))[1]
-    rows = [{"prompt": PROMPT}, {"question": PROMPT, "answer": "43"}]
-    rows.append({"prompt": None, "question": PROMPT})
-    write(tmp_path / "in.jsonl", rows)
-    answered = results(command("apps.batch", tmp_path / "in.jsonl", *MARS))
-    assert {row["response"] for row in answered} == {answered[0]["response"]}
-    assert all(row["prompt"] == PROMPT for row in answered)
-    [first, *others] = [encode(row, chat, eos=2, max_length=512) for row in answered]
-    assert all(other == first for other in others)
-    pair = {"question": PROMPT, "response": answered[0]["response"]}
-    assert encode(pair, chat, eos=2, max_length=512) == first
+    questions = [{"question": PROMPT, "answer": "43"}, {"prompt": None, "question": PROMPT}]
+    rows = answer([{"prompt": PROMPT}, *questions])
+    assert {row["prompt"] for row in rows} == {PROMPT}
+    assert {row["response"] for row in rows} == {rows[0]["response"]}
+    pair = {"question": PROMPT, "response": rows[0]["response"]}
+    [first, *others] = [encode(row, chat, eos=2, max_length=512) for row in [*rows, pair]]
+    assert others == [first] * 3
 
 
-def test_every_prompt_of_a_file_has_its_own_draws(tmp_path):
-    (tmp_path / "in.txt").write_text(4 * (PROMPT + "\n"))
-    words = ("apps.batch", tmp_path / "in.txt", "--temperature", 1.5, "--max-new", 30)
-    one = results(command(*words, "--rows", 1))
-    three = results(command(*words, "--rows", 3))
+def test_every_prompt_of_a_file_has_its_own_draws(answer):
+    words = ("--temperature", 1.5, "--max-new", 30)
+    one = answer(4 * [PROMPT], *words, "--rows", 1)
+    three = answer(4 * [PROMPT], *words, "--rows", 3)
     assert one == three and len({row["response"] for row in one}) > 1
 
 
-def test_tau_falls_while_prompts_wait(tmp_path):
+def test_tau_falls_while_prompts_wait(answer):
     """--tau 1 --tau-busy .5, one row: all but the last answer several tokens at a time."""
-    (tmp_path / "in.txt").write_text(3 * (PROMPT + "\n"))
-    words = ("--rows", 1, "--tau", 1, "--tau-busy", 0.5)
-    *busy, calm = results(command("apps.batch", tmp_path / "in.txt", *words))
+    *busy, calm = answer(3 * [PROMPT], "--rows", 1, "--tau", 1, "--tau-busy", 0.5)
     assert calm["tokens"] == calm["forwards"]
     assert all(row["tokens"] > 3 * row["forwards"] for row in busy)
 
 
-def test_answers_come_as_soon_as_those_before_are_done(tmp_path, monkeypatch):
+def test_answers_come_as_soon_as_those_before_are_done(answer, monkeypatch):
     """The first is slow, so the second waits for it; but nothing waits for the third."""
-    rows = [{"prompt": PROMPT, "tau": 1}, {"prompt": PROMPT}, {"prompt": PROMPT, "tau": 1}]
-    write(tmp_path / "in.jsonl", rows)
     begun = []
     printed = []
     step = Decoder.step
@@ -222,26 +218,18 @@ def test_answers_come_as_soon_as_those_before_are_done(tmp_path, monkeypatch):
         if not begun:
             begun.extend(self.scheduler.waiting)
         printed.append(sys.stdout.getvalue().count("\n"))
-        done = [answer.done for answer in begun] + [False]
+        done = [sequence.done for sequence in begun] + [False]
         assert printed[-1] == done.index(False)
         return step(self)
 
     monkeypatch.setattr(Decoder, "step", spy)
-    rows = results(command("apps.batch", tmp_path / "in.jsonl", "--rows", 2))
+    slow = {"prompt": PROMPT, "tau": 1}
+    rows = answer([slow, {"prompt": PROMPT}, slow], "--rows", 2)
     assert [row["id"] for row in rows] == [1, 2, 3] and set(printed) == {0, 2, 3}
 
 
-def test_one_token_at_a_time_is_what_was_asked_for(tmp_path):
-    """Then there is no hint that the model may be unsuitable."""
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT, "tau": 1}))
-    done = command("apps.batch", tmp_path / "in.jsonl", *MARS)
-    assert done.status == 0 and done.err.count("\n") == 1
-    assert re.fullmatch(r"51 tokens: 1\.00 tokens per forward, \d+ tok/s\n", done.err)
-
-
-def test_text_that_looks_like_json(tmp_path):
+def test_text_that_looks_like_json(answer):
     """A prompt may begin with a brace or stand in quotes."""
     lines = ["{x} is a set. What is it?", "[1, 2] + [3]?", '"Mia has 5 bags?"', "42"]
-    (tmp_path / "in.txt").write_text("\r".join(lines))
-    done = command("apps.batch", tmp_path / "in.txt", "--max-new", 4, *MARS)
-    assert [row["prompt"] for row in results(done)] == lines
+    rows = answer(lines, "--max-new", 4, separator="\r")
+    assert [row["prompt"] for row in rows] == lines
