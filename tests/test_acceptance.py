@@ -1,23 +1,13 @@
-"""Acceptance: confidence, the leading run that passes tau, and draws at a temperature."""
+"""Acceptance: confidence, and the leading run that passes tau."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from common import MASK, random_prompt, tiny_model
+from common import random_prompt, tiny_model
 from decoding import decode_each
 
-from decode import (
-    Decoder,
-    Options,
-    Sequence,
-    Threshold,
-    confidences,
-    is_plain_ar,
-    naive,
-    passing_lengths,
-)
+from decode import Decoder, Options, confidences, generate, is_plain_ar, naive, passing_lengths
 
 
 def test_acceptance_by_hand():
@@ -72,19 +62,6 @@ def test_a_one_token_row_among_others_stays_one():
         assert naive(model, prompts[0], tau=1, block=4, max_new=20) == one.tokens
 
 
-def accepted(logits: torch.Tensor, **options) -> list[list[int]]:
-    """What `Threshold.decide` accepts of the logits (R, C, V) after a prompt in each row."""
-    options = Options(**options)
-    method = Threshold(logits.size(1) - 1, options, MASK, longest=300)
-    config = tiny_model(random.Random(0)).config
-    sequences = [Sequence([2], config, 9, options.tau, index) for index in range(len(logits))]
-    for sequence in sequences:
-        method.feed(sequence, room=99, num_waiting=0)
-    model = SimpleNamespace(logits_at=lambda hidden, columns: logits)
-    decisions = method.decide(model, torch.zeros(1), [0] * len(logits), sequences)
-    return [tokens for tokens, _ in decisions]
-
-
 def test_probabilities_are_not_rounded_to_bfloat16():
     """0.9995 is 1.0 in bfloat16, and would pass tau = 0.9999 there."""
     model = tiny_model(random.Random(0)).bfloat16()
@@ -98,23 +75,15 @@ def test_probabilities_are_not_rounded_to_bfloat16():
     inf = float("inf")
     assert logits.tolist() == [[[0, -inf, 0, 9.625, 0, 0, 0, 0]] * 2]
     assert logits.dtype == torch.float32 and logits.bfloat16().softmax(-1).max() == 1
-    assert accepted(logits, tau=0.9999) == [[3]]
-    assert accepted(logits, tau=0.999) == [[3, 3]]
+    confidence = confidences(logits.softmax(-1), logits.argmax(-1), "probability")
+    for tau, length in ((0.9999, 1), (0.999, 2)):
+        assert passing_lengths(confidence, torch.tensor([tau]), "probability").tolist() == [length]
 
 
-def test_candidates_at_a_temperature_by_hand():
-    """Drawn from p^(1/T), each position for itself; confidence is the drawn token's p at T = 1."""
-    p = torch.tensor([0.5, 0.3, 0.2])
-    draws = 3000
-    logits = p.log().expand(draws, 2, 3)
-    expected = draws * p**2 / (p**2).sum()
-    everything = torch.tensor(accepted(logits, temperature=0.5, tau=0))
-    for position in (0, 1):
-        drawn = torch.bincount(everything[:, position], minlength=3)
-        chi_square = ((drawn - expected) ** 2 / expected).sum()
-        assert chi_square < 13.8  # p = 0.001, 2 degrees of freedom
-    some = accepted(logits, temperature=0.5, tau=0.25)
-    for first_two, tokens in zip(everything.tolist(), some):
-        assert tokens == (first_two[:1] if first_two[1] == 2 else first_two)
-    cold = accepted(logits, temperature=1e-40, tau=0)  # no overflow into NaN
-    assert cold == [[0, 0]] * draws
+def test_a_tiny_temperature_is_greedy():
+    """No overflow into NaN."""
+    model = tiny_model(random.Random(1))
+    for options in ({"tau": 0.3}, {"verify": True}):
+        [cold] = generate(model, [[2, 3]], temperature=1e-40, max_new=20, **options)
+        [greedy] = generate(model, [[2, 3]], max_new=20, **options)
+        assert cold.tokens == greedy.tokens

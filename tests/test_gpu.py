@@ -3,12 +3,12 @@
 import pytest
 import torch
 from common import ROOT, rows_of, toy_prompts
-from training import arguments, log, run_train
+from training import arguments, log, run_train, whole_step
 
 import train
 from decode import generate
-from model import load, visible
-from plumbing import attention, data
+from model import load
+from plumbing import data
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def test_bfloat16_solves_problems_several_tokens_at_a_time():
     assert sum(len(r.tokens) for r in results) / sum(r.forwards for r in results) > 2
 
 
-def test_flex_attention_is_the_dense_mask():
+def test_flex_attention_is_the_dense_mask(monkeypatch):
     """Packed rows of two streams: the same losses and the same gradient, in float32."""
     model, chat = load(str(ROOT / "toy/mars"), "cuda")
     model.requires_grad_()
@@ -51,31 +51,10 @@ def test_flex_attention_is_the_dense_mask():
     examples = [data.encode(row, chat, 2, 512) for row in rows]
     args = arguments("--batch-tokens", 1024)
     width = train.packed_width(model, args.max_length)
-    packed = train.forwards(examples, model.config, args, width)
-
-    def with_flex(forward: train.Forward) -> torch.Tensor:
-        mask = attention.block_mask(visible, forward.pos, forward.prefix, forward.doc)
-        return model(forward.tokens, forward.pos, mask, kernel=attention.attend_flex)
-
-    def with_dense_mask(forward: train.Forward) -> torch.Tensor:
-        return model(forward.tokens, forward.pos, train.dense_mask(forward))
-
-    found = []
-    for hidden_states in (with_flex, with_dense_mask):
-        numbers = []
-        model.zero_grad()
-        for forward in packed:
-            forward = forward.to(model.device)
-            is_noisy = forward.noisy_weight > 0
-            logits = model.logits(hidden_states(forward)[is_noisy])
-            target = forward.target[is_noisy]
-            loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
-            loss.backward()
-            numbers.append(loss.detach().reshape(1))
-        numbers += [weight.grad.flatten() for weight in model.parameters()]
-        found.append(torch.cat(numbers))
-    ours, theirs = found
-    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    with_flex = whole_step(model, examples, args, width=width)
+    monkeypatch.setattr(train, "can_use_flex", lambda *_: False)
+    dense = whole_step(model, examples, args, width=width)
+    assert (with_flex - dense).abs().max() < 1e-5 * dense.abs().max()
 
 
 def test_training_runs_and_saves(tmp_path):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from common import EOS, MASK, ROOT, cases, prompt_length, random_prompt, tiny_model, toy_prompts
-from decoding import alone, greedy, logits_after, mean, outcome
+from decoding import alone, logits_after, mean, outcome
 
 import lossless
 from decode import Decoder, Options, Sequence, generate
@@ -301,22 +301,6 @@ def test_the_toy_model_says_what_it_says_one_token_at_a_time():
         least = 2.3 if block == 2 else 3
         forwards = sum(a.forwards for a in results)
         assert rows > 1 or sum(len(a.tokens) for a in results) > least * forwards
-
-
-def test_a_conversation_goes_on_from_what_was_checked():
-    """Guesses that held are in the cache at their places: the next turn builds on them."""
-    for seed in cases(10, 100):
-        rng = random.Random(seed)
-        model = tiny_model(rng)
-        decoder = Decoder(model, Options(verify=True, max_new=20), 1, longest=200)
-        prompt = random_prompt(rng, 9)
-        for turn in range(3):
-            sequence = decoder.add(prompt)
-            list(decoder)
-            assert sequence.tokens == greedy(model, prompt, 20)
-            if turn > 0:
-                assert sequence.widths[0] <= 3 + 4 + 4 + 1  # the new tokens and the masks
-            prompt = sequence.text + random_prompt(rng, 3)
 
 
 # ------------------------------------------------------------------------------- at a temperature

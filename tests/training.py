@@ -117,10 +117,10 @@ def whole_step(
     sums = torch.zeros(2).double()
     for rank in range(worlds):
         for forward in forwards(examples, model.config, args, width, rank, worlds):
-            noisy, clean = losses(model, forward, args.mask_weight)
+            noisy, clean = losses(model, forward.to(model.device), args.mask_weight)
             (noisy + args.ar_weight * clean).backward()
-            sums += torch.stack([noisy, clean]).detach()
-    return torch.cat([sums, *(weight.grad.flatten() for weight in model.parameters())])
+            sums += torch.stack([noisy, clean]).detach().cpu()
+    return torch.cat([sums, *(weight.grad.flatten().cpu() for weight in model.parameters())])
 
 
 # ------------------------------------------------------------------------------------ the command
