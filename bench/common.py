@@ -1,7 +1,6 @@
 """What the benchmarks share: problems, answers, random models, timing, tables, arguments."""
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import re
@@ -71,13 +70,18 @@ def accuracy(chat: Chat, answers: list[Sequence], problems: list[dict]) -> str:
 
 
 def tokens_per_forward(answers: list[Sequence]) -> float:
-    return sum(len(answer.tokens) for answer in answers) / sum(a.forwards for a in answers)
+    """All tokens over all forwards."""
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    return num_tokens / sum(answer.forwards for answer in answers)
 
 
-def positions_per_forward(answers: list[Sequence]) -> float:
-    """Positions that the model computed per row and forward, prefills aside."""
-    widths = [width for answer in answers for width in answer.positions[1:]]
-    return sum(widths) / max(1, len(widths))
+def positions_per_forward(widths: list[list[int]]) -> float:
+    """Positions that the model computed per row and forward, prefills aside.
+
+    widths: of the forwards of each answer.
+    """
+    after_prefill = [width for answer in widths for width in answer[1:]]
+    return sum(after_prefill) / max(1, len(after_prefill))
 
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied; Qwen2.5's if unnamed
@@ -122,15 +126,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """What `work` returns, and the seconds that it took."""
-    wait(device)
-    began = time.perf_counter()
-    result = work()
-    wait(device)
-    return result, time.perf_counter() - began
-
-
 def in_turn(
     ways: dict[str, Callable[[], Result]], rounds: int, device: torch.device
 ) -> tuple[dict[str, Result], dict[str, list[float]]]:
@@ -143,18 +138,12 @@ def in_turn(
     seconds = {name: [] for name in ways}
     for _ in range(rounds):
         for name, work in ways.items():
-            results[name], taken = timed(work, device)
-            seconds[name].append(taken)
+            wait(device)
+            began = time.perf_counter()
+            results[name] = work()
+            wait(device)
+            seconds[name].append(time.perf_counter() - began)
     return results, seconds
-
-
-def forget_peak(device: torch.device) -> None:
-    """Let `peak_memory` begin anew; on a CPU, this needs Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
 
 
 def machine(model: Qwen2) -> str:
@@ -198,11 +187,7 @@ def add_problems(parser: Parser, limit: int | None = None) -> None:
     add = parser.add_argument
     add("--data", type=path, default=TOY / "test.jsonl", help="JSONL with prompt and answer")
     add("--limit", type=number(int, 1), default=limit, help="only the first so many problems")
-    add_max_new(parser)
-
-
-def add_max_new(parser: Parser) -> None:
-    parser.add_argument("--max-new", type=number(int, 1), default=256, help="tokens per answer")
+    add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
 
 
 def add_taus(parser: Parser, default: list[float]) -> None:
@@ -228,23 +213,6 @@ def add_rows(parser: Parser, default: int | list[int]) -> None:
     nargs = "+" if isinstance(default, list) else None
     kind = number(int, 1)
     parser.add_argument("--rows", type=kind, nargs=nargs, default=default, help="decoded at a time")
-
-
-def add_rounds(parser: Parser, default: int) -> None:
-    help = "how often all settings run in turn"
-    parser.add_argument("--rounds", type=number(int, 1), default=default, help=help)
-
-
-def plot_file(name: str) -> Path:
-    """An argparse type: refuse, before any work is done, a plot that could not be written."""
-    file = path(name)
-    if file.suffix not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError(f"{name}: must end with .png, .pdf or .svg")
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{name}: there is no directory {file.parent}")
-    if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{name}: is a directory")
-    return file
 
 
 def require(package: str) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The figures of README.md, docs/ and smollm2/README.md that were measured on a CPU, in one call of about three hours;
-# prints Markdown. Needs a machine that does nothing else. (The paper's claims: experiments.paper; recipes: experiments.recipes.)
+# prints Markdown. Needs a machine that does nothing else. (The paper's claims: experiments.paper.)
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/cpu.sh > experiments/results/cpu.md
 set -uo pipefail
@@ -19,7 +19,8 @@ ifeval="--data bench/data/ifeval/test.jsonl"
 bbh="--data bench/data/bbh/test.jsonl"
 
 processor=$(grep -m 1 "model name" /proc/cpuinfo | cut -d : -f 2)
-python -c "import torch, datetime as d; print(f'# $(nproc) cores of$processor, torch {torch.__version__}, {d.date.today()}')"
+commit=$(git rev-parse --short HEAD)
+python -c "import torch, datetime as d; print(f'# $(nproc) cores of$processor, torch {torch.__version__}, {d.date.today()}, commit $commit')"
 
 quality
 for rows in 1 8 32; do
@@ -30,29 +31,25 @@ for dtype in float32 bfloat16; do
     quality --verify $gsm8k --max-new 128 --dtype $dtype
 done
 quality --verify --dtype bfloat16
-speed --lossless --rows 1 8 16 --rounds 9 --limit 50
 
 for dtype in float32 bfloat16; do
     speed --transformers --limit 32 --rounds 9 --rows 1 8 --dtype $dtype
     speed --transformers --widths --shape 0.5B --max-new 16 --rounds 9 --rows 1 8 --dtype $dtype
 done
 step python -m experiments.paper.tables --table5
-speed --long 4096
-speed --long 4096 --shape 0.5B
-step python -m experiments.serving
+speed --training --rows 32 --max-new 80
+speed --training --shape 0.5B --rows 2 --max-new 256 --rounds 2
 
-step python -m experiments.training_cost
-step python -m experiments.training_cost --shape 0.5B --batch 2 --length 512 --shares .5 --rounds 2
-step python -m experiments.training_cost --rows 2000000
-
-verify="$smollm2 --max-new 128 --verify --groups 5 --dtype"
+verify="$smollm2 --max-new 128 --verify --dtype"
 for data in "$gsm8k" "$ifeval" "$bbh"; do
     quality $verify bfloat16 --rows 1 $data
     quality $verify bfloat16 --rows 8 $data --limit 100
 done
 quality $verify bfloat16 --rows 1 $gsm8k --block 3
 quality $verify float32 --rows 8 $gsm8k --limit 32
-speed --transformers $smollm2 $gsm8k --rows 1 --rounds 9 --limit 16 --max-new 128 --dtype bfloat16
+for data in "$gsm8k" "$ifeval" "$bbh"; do
+    speed --transformers $smollm2 $data --rows 1 --rounds 9 --limit 4 --max-new 64 --dtype bfloat16
+done
 speed --transformers $smollm2 $gsm8k --rows 1 --rounds 9 --limit 4 --max-new 64 --dtype float32
 speed --transformers $smollm2 $gsm8k --rows 4 8 --rounds 3 --limit 8 --max-new 128 --dtype bfloat16
 speed --transformers $smollm2 $gsm8k --rows 4 8 --rounds 3 --limit 8 --max-new 64 --dtype float32

@@ -18,4 +18,4 @@ step 100 python -m bench.speed --transformers --widths --shape 0.5B --compile --
 step 110 python -m bench.speed --transformers --widths --shape 7B --compile --rounds 3 --max-new 64 --rows 1
 step 60 python -m bench.speed --transformers --compile --rounds 3 --limit 16 --rows 1 8
 step 60 python -m bench.speed --lossless --rounds 3 --limit 50 --rows 1 8
-step 60 python -m experiments.training_cost --shape 0.5B --shares 0.5
+step 60 python -m bench.speed --training --shape 0.5B --rows 8 --max-new 256 --rounds 3

@@ -242,7 +242,7 @@ def parse_arguments():
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")
     common.add_taus(parser, TAUS)
     common.add_rows(parser, default=8)
-    common.add_max_new(parser)
+    add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
     args = parser.parse_args()
     common.ways_to_decode(args, TAUS)  # a UserError if a tau is out of range
     if "humaneval_instruct" in args.tasks and not args.run_code:

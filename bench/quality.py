@@ -5,9 +5,14 @@
     python -m bench.quality --verify --temperature 1         # and are its samples those of tau 1?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
-An answer is right if its last number is the problem's. Prompts without answers will do, too. Nats
-are the mean of -log p of an answer's tokens, one token ahead, under the model itself: how unlikely
-the model finds what it was made to say. (Greedy text at tau 1 is what it finds likely.)
+An answer is right if its last number is the problem's. Prompts without answers will do, too.
+"tokens/forward" is of all tokens over all forwards, "median" of the answers' own. An answer repeats
+itself if at least 10 % of its 6-grams of tokens occurred before in it; such answers are easy to
+guess, so "without" is tokens per forward of the others.
+
+Nats are the mean of -log p of an answer's tokens, one token ahead, under the model itself: how
+unlikely the model finds what it was made to say. (Greedy text at tau 1 is what it finds likely.) If
+all rows have a `response`, as training data do, a line says how well the model predicts these.
 
 Where an answer parts from that of tau 1 and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
@@ -15,38 +20,103 @@ and a forward of another width rounds differently. With --verify in float32 ther
 difference. If there is one, it is a bug, and the exit status is 1.
 """
 
+import statistics
 import sys
 from dataclasses import replace
 from os.path import commonprefix  # of any two lists
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 
 from bench import common
-from decode import Options, Sequence, generate
+from decode import Decoder, Options, Sequence
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
-from plumbing.errors import run_main
+from plumbing.chat import Chat
+from plumbing.data import Example, Unusable, encode
+from plumbing.errors import UserError, run_main
 from plumbing.sampling import dice
 
 TIE = 1e-4
 TAUS = [1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
 NATS = [0, 0.05, 0.1, 0.2, 0.5, 1]  # taus of the metric entropy
+GRAM = 6  # tokens
+COLUMNS = ["accuracy", "nats/token", "tokens/forward", "median", "repeat themselves", "without"]
+COLUMNS += ["positions/forward", "same as tau 1", "parted at a tie", "different"]
+
+
+def decode(
+    model: Qwen2, prompts: list[list[int]], rows: int, options: Options, label: str
+) -> list[Sequence]:
+    """`decode.generate` with a progress bar."""
+    longest = max(map(len, prompts)) + options.max_new
+    decoder = Decoder(model, options, min(rows, len(prompts)), longest)
+    answers = [decoder.add(prompt) for prompt in prompts]
+    with tqdm(total=len(answers), desc=label, leave=False, disable=None) as bar:  # in a terminal
+        for answer, _ in decoder:
+            bar.update(answer.done)
+    return answers
+
+
+def repeats_itself(tokens: list[int]) -> bool:
+    """Did at least a tenth of its 6-grams occur before?"""
+    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    num_repeated = len(grams) - len(set(grams))
+    return num_repeated > 0 and num_repeated >= 0.1 * len(grams)
 
 
 @torch.inference_mode()
-def gap_between_best(
-    model: Qwen2, answer: Sequence, num_tokens: int, temperature: float, seed: int
-) -> float:
+def predict(model: Qwen2, text: list[int], prompt_length: int) -> tuple[Tensor, Tensor]:
+    """-log p of each token after the prompt, one token ahead; and is it greedy's choice? Both (N,).
+
+    prompt_length: at least 1.
+    """
+    ids = torch.tensor([text], device=model.device)
+    positions = torch.arange(len(text) - 1, device=model.device)[None]
+    hidden = model(ids[:, :-1], positions, None)
+    logits = model.logits(hidden[0, prompt_length - 1 :])
+    target = ids[0, prompt_length:]
+    return cross_entropy(logits, target, reduction="none"), logits.argmax(-1) == target
+
+
+def nats_per_token(model: Qwen2, answers: list[Sequence]) -> float:
+    """The mean of -log p over all tokens of the answers."""
+    nats = [predict(model, answer.text, answer.prompt_length)[0] for answer in answers]
+    return torch.cat(nats).mean().item()
+
+
+def given_responses(model: Qwen2, chat: Chat, problems: list[dict]) -> list[Example]:
+    """The problems with their `response`, as training has them; none if a row has no response."""
+    if not all(isinstance(problem.get("response"), str) for problem in problems):
+        return []
+    eos = model.config.eos_token_id[0]
+    positions = model.config.max_position_embeddings
+    try:
+        return [encode(problem, chat, eos, positions) for problem in problems]
+    except Unusable as error:
+        raise UserError(f"a response in --data: {error}") from None
+
+
+def prediction(model: Qwen2, examples: list[Example]) -> str:
+    """How well the model predicts given responses."""
+    nats, is_best = zip(*(predict(model, each.tokens, each.prompt) for each in examples))
+    mean = torch.cat(nats).mean().item()
+    share = torch.cat(is_best).double().mean().item()
+    return f"{mean:.3f} nats/token; greedy would have chosen {share:.1%} of their tokens"
+
+
+@torch.inference_mode()
+def gap_between_best(model: Qwen2, answer: Sequence, num_tokens: int, options: Options) -> float:
     """The difference of the two best scores for what follows the first tokens of an answer's text.
 
     The scores are those of sampling.with_dice: logits, at a temperature T with T times the dice.
     """
     ids = torch.tensor([answer.text[:num_tokens]], device=model.device)
     positions = torch.arange(num_tokens, device=model.device)[None]
-    hidden = model(ids, positions, None)
-    scores = model.logits_at(hidden, positions[:, -1:])[0, 0]
-    scores = scores + temperature * dice(seed, answer.index, num_tokens, scores)
+    scores = model.logits(model(ids, positions, None)[0, -1:])[0]
+    scores = scores + options.temperature * dice(options.seed, answer.index, num_tokens, scores)
     best, second = scores.topk(2).values.tolist()
     return best - second
 
@@ -62,32 +132,27 @@ def gaps_at_parting(
         num_same = len(commonprefix([plain.text, answer.text]))
         gap = float("inf")  # one goes on where the other ends
         if num_same < min(len(plain.text), len(answer.text)):
-            gap = gap_between_best(model, answer, num_same, options.temperature, options.seed)
+            gap = gap_between_best(model, answer, num_same, options)
         gaps.append(gap)
     return gaps
 
 
-@torch.inference_mode()
-def nats_per_token(model: Qwen2, answers: list[Sequence]) -> float:
-    """The mean of -log p over all tokens of the answers."""
-    total = 0.0
-    for answer in answers:
-        ids = torch.tensor([answer.text], device=model.device)
-        positions = torch.arange(len(answer.text) - 1, device=model.device)[None]
-        hidden = model(ids[:, :-1], positions, None)
-        logits = model.logits(hidden[0, answer.prompt_length - 1 :])
-        total += cross_entropy(logits, ids[0, answer.prompt_length :], reduction="sum").item()
-    return total / sum(len(answer.tokens) for answer in answers)
-
-
-def figures(model: Qwen2, answers: list[Sequence], right: str, gaps: list[float]) -> list[str]:
-    """A row of the table, without its first cell."""
+def figures(model: Qwen2, answers: list[Sequence], accuracy: str, gaps: list[float]) -> list[str]:
+    """The cells of COLUMNS."""
+    each = [len(answer.tokens) / answer.forwards for answer in answers]
+    others = [answer for answer in answers if not repeats_itself(answer.tokens)]
+    without = ""
+    if others:
+        without = f"{common.tokens_per_forward(others):.2f}"
     num_ties = sum(gap <= TIE for gap in gaps)
     return [
-        right,
+        accuracy,
         f"{nats_per_token(model, answers):.3f}",
         f"{common.tokens_per_forward(answers):.2f}",
-        f"{common.positions_per_forward(answers):.1f}",
+        f"{statistics.median(each):.2f}",
+        f"{1 - len(others) / len(answers):.1%}",
+        without,
+        f"{common.positions_per_forward([answer.widths for answer in answers]):.1f}",
         f"{len(answers) - len(gaps)}",
         f"{num_ties}",
         f"{len(gaps) - num_ties}",
@@ -109,19 +174,21 @@ def main() -> None:
     problems = common.read_problems(args.data, args.limit)
     model, chat = load(args.model, *find_device(args.device, args.dtype))
     prompts = common.encode(chat, problems)
-    expected = generate(model, prompts, args.rows, **vars(plain))
+    given = given_responses(model, chat, problems)
+    expected = decode(model, prompts, args.rows, plain, "tau 1")
     rows, all_gaps = [], []
     for label, options in ways.items():
         answers = expected
         if options != plain:
-            answers = generate(model, prompts, args.rows, **vars(options))
+            answers = decode(model, prompts, args.rows, options, label)
         gaps = gaps_at_parting(model, expected, answers, options)
-        right = common.accuracy(chat, answers, problems)
-        rows.append([label, *figures(model, answers, right, gaps)])
+        accuracy = common.accuracy(chat, answers, problems)
+        rows.append([label, *figures(model, answers, accuracy, gaps)])
         all_gaps += gaps
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
-    head = ["", "accuracy", "nats/token", "tokens/forward", "positions/forward"]
-    print(common.table([*head, "same as tau 1", "parted at a tie", "different"], rows))
+    print(common.table(["", *COLUMNS], rows))
+    if given:
+        print(f"\nThe responses in --data: {prediction(model, given)}.")
     if args.verify and all_gaps:
         worst = max(all_gaps)
         print(f"\nWhere answers parted, the two best scores were at most {worst:.2g} apart.")

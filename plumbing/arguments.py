@@ -43,25 +43,23 @@ class Parser(argparse.ArgumentParser):
     def add_template_option(self) -> None:
         """Add --template-option, for Chat.template_options: a list of (name, value)."""
         help = "for the chat template, such as enable_thinking=false; may be repeated"
-        name = "--template-option"
-        self.add_argument(
-            name, action="append", default=[], type=template_option, metavar="NAME=VALUE", help=help
-        )
+        how = {"action": "append", "default": [], "type": template_option, "metavar": "NAME=VALUE"}
+        self.add_argument("--template-option", help=help, **how)
 
     def add_options(self, options: type, without: tuple[str, ...] = ()) -> None:
         """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""
         for field in dataclasses.fields(options):
+            facts = field.metadata
             if field.name in without:
                 continue
-            facts = field.metadata
             if facts["kind"] is bool:
-                wanted = {"action": "store_true"}
+                how = {"action": "store_true"}
             elif facts["choices"]:
-                wanted = {"default": field.default, "choices": facts["choices"]}
+                how = {"default": field.default, "choices": facts["choices"]}
             else:
                 kind = number(facts["kind"], facts["least"], facts["below"])
-                wanted = {"default": field.default, "type": kind}
-            self.add_argument(f"--{field.name.replace('_', '-')}", help=facts["help"], **wanted)
+                how = {"default": field.default, "type": kind}
+            self.add_argument(f"--{field.name.replace('_', '-')}", help=facts["help"], **how)
 
 
 def number(kind: type = int, least: float | None = None, below: float | None = None) -> Callable:
@@ -112,7 +110,7 @@ def read_options(args: argparse.Namespace, options: type) -> object:
     return options(**{f.name: getattr(args, f.name) for f in dataclasses.fields(options)})
 
 
-KINDS = {  # of an option, and what its value may be
+KINDS = {  # of an option: what its value may be
     int: (numbers.Integral, "a whole number"),
     float: (numbers.Real, "a number"),
     bool: (bool, "True or False"),
@@ -121,22 +119,20 @@ KINDS = {  # of an option, and what its value may be
 
 
 def check_options(options: object) -> None:
-    """Check the kinds, ranges and choices of options that were built in Python."""
+    """Raise UserError for a wrong kind, range or choice in options that were built in Python."""
     for field in dataclasses.fields(options):
-        least, below = field.metadata["least"], field.metadata["below"]
-        choices = field.metadata["choices"]
         value = getattr(options, field.name)
-        kind, description = KINDS[field.metadata["kind"]]
-        if value is None and field.default is None:
-            continue
-        if callable(value) and kind is numbers.Real:  # tau may be a function
+        facts = field.metadata
+        kind, description = KINDS[facts["kind"]]
+        may_be_left_out = value is None and field.default is None
+        if may_be_left_out or (callable(value) and kind is numbers.Real):  # tau may be a function
             continue
         if not isinstance(value, kind):
             raise UserError(f"{field.name} {value!r}: must be {description}")
-        if choices and value not in choices:
-            names = ", ".join(map(str, choices))
-            raise UserError(f"{field.name} {value!r}: must be one of {names}")
-        if least is not None and not (value >= least and value < (below or math.inf)):
+        if facts["choices"] and value not in facts["choices"]:
+            raise UserError(f"{field.name} {value!r}: must be one of {', '.join(facts['choices'])}")
+        least, below = facts["least"], facts["below"]
+        if least is not None and not least <= value < (below or math.inf):  # NaN is outside, too
             limit = f"at least {least}" + (f" and below {below}" if below else "")
             raise UserError(f"{field.name} {value}: must be {limit}")
 
@@ -153,15 +149,10 @@ def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
 
 
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    """`auto` is the first of cuda, mps and cpu that this machine has."""
+    """Device and dtype of --device and --dtype; auto is the first of cuda, mps and cpu there is."""
     available = available_devices()
-    if device == "auto":
-        device = available[0]
-    name = device
-    if name in ("cpu:0", "mps:0"):  # other libraries do not know these names
-        name = name[:3]
-    elif name == "cuda":
-        name = "cuda:0"
+    name = available[0] if device == "auto" else device
+    name = {"cpu:0": "cpu", "mps:0": "mps", "cuda": "cuda:0"}.get(name, name)
     if name not in available:
         raise UserError(f"--device {device}: this machine has {', '.join(available)}")
     if dtype is None:

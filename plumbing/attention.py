@@ -19,12 +19,12 @@ NARROW = 96  # positions per row: with more there is nothing left to gain from f
 
 
 def fold(mask: Tensor, config, num_threads: int, dtype: torch.dtype) -> Tensor:
-    """The mask (R, 1, T, S) as `attend_folded` takes it, made once for all layers.
+    """The mask (R, 1, T, S) as `attend_folded` takes it: 0 where visible, else -inf; maybe folded.
 
+    Made once for all layers; torch would turn a mask of booleans into this one in each of them.
     For few positions it is (R, 1, group * T, S): the query heads that share a key head become more
     positions of one head. The products are the same, but those of one token are 2 (float32) to 6
     times (bfloat16) faster on a CPU. With fewer key heads than threads, though, some would be idle.
-    What is visible becomes 0, the rest -inf, which torch would do anew in each layer.
     """
     heads = mask.size(0) * config.num_key_value_heads
     if mask.size(2) <= NARROW and (mask.is_cuda or heads >= num_threads):
@@ -67,6 +67,7 @@ class FastModel:
         self.config = model.config
         self.cache = cache
         self.fast = fast_copy(model)
+        self.logits_at = self.fast.logits_at
         self.compiled = compile_forward(model, cache) if compile else None
         self.num_threads = torch.get_num_threads()  # a later change must not change how it rounds
 
@@ -77,10 +78,6 @@ class FastModel:
             forward = self.compiled
         mask = fold(mask, self.config, self.num_threads, self.fast.dtype)
         return forward(tokens, pos, mask, self.cache, attend_folded)
-
-    def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:
-        """See Qwen2.logits_at."""
-        return self.fast.logits_at(hidden, columns)
 
 
 def compile_forward(model: nn.Module, cache) -> Callable[..., Tensor]:

@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from .errors import UserError, failure_as, first_line
-from .files import read_json, refuse_pipe
+from .files import read_json
 
 MASK = "<|mask|>"
 CHATML = (
@@ -25,33 +25,26 @@ class Chat:
     def __init__(self, directory: Path):
         self.template_options: dict[str, object] = {}  # names that the template may ask for
         path = directory / "tokenizer.json"
-        refuse_pipe(path)
         with failure_as(f"{path}: missing or damaged"):
             self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.no_truncation()  # transformers saves what it was last called with
         self.tokenizer.no_padding()
         self.settings = read_if_there(directory / "tokenizer_config.json")
         self._add_listed_tokens(directory)
-        refuse_pipe(directory / "chat_template.jinja")
         with failure_as(f"{directory}: the chat template is damaged"):
             self.template = read_template(directory, self.settings.pop("chat_template", None))
             self._render = compile_template(self.template, self.settings)
 
     def _add_listed_tokens(self, directory: Path) -> None:
         """Add tokens that other files list and tokenizer.json lacks, at the ids listed there."""
-        try:
-            listed = {}
+        listed = {}
+        with failure_as(f"{directory}: its list of added tokens is damaged"):
             for content, id in read_if_there(directory / "added_tokens.json").items():
                 listed[int(id)] = AddedToken(content, normalized=False)
             for id, token in (self.settings.get("added_tokens_decoder") or {}).items():
                 special = token.get("special", True)
                 listed[int(id)] = AddedToken(token["content"], normalized=False, special=special)
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
-            if isinstance(error, UserError):  # a ValueError, too
-                raise
-            raise UserError(f"{directory}: its list of added tokens is damaged") from None
-        for id in sorted(listed):
-            token = listed[id]
+        for id, token in sorted(listed.items()):
             if self.tokenizer.token_to_id(token.content) is None:
                 self.tokenizer.add_tokens([token])
             found = self.tokenizer.token_to_id(token.content)

@@ -1,4 +1,4 @@
-"""What makes a forward faster on a CPU: weights in other layouts, and threads by load.
+"""What makes a forward faster on a CPU: weights in other layouts, and no more threads than cores.
 
 `python -m bench.speed --shape 0.5B --widths` shows what a forward costs.
 """
@@ -6,70 +6,57 @@
 import copy
 import functools
 import os
-import time
-import weakref
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# ----------------------------------------------------------------------------------------- weights
-
-ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-_copies = weakref.WeakKeyDictionary()  # of a model: versions of its weights, they, a fast copy
-_num_steps = 0  # of all of torch's optimizers in this process
+LOAD = Path("/proc/loadavg")  # of Linux: "1.02 0.97 0.95 2/310 4711"; elsewhere there is no look
 
 
-def count_step(*_: object) -> None:
-    global _num_steps
-    _num_steps += 1
+def use_free_cores() -> None:
+    """Leave the cores to other programs that have been busy for a minute and still are.
 
-
-register_optimizer_step_post_hook(count_step)
+    torch's threads meet hundreds of times in a forward, and wait for the last one. Where another
+    program keeps a core busy, two threads on two cores are two to four times slower than one.
+    """
+    is_set = any(name.startswith(("OMP_", "GOMP_", "MKL_")) for name in os.environ)
+    if is_set or not LOAD.exists():
+        return
+    last_minute, _, _, tasks, _ = LOAD.read_text().split()
+    others_now = int(tasks.split("/")[0]) - 1  # so that our own last command does not count
+    busy = max(0, min(round(float(last_minute)), others_now))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), os.cpu_count() - busy)))
 
 
 def fast_copy(model: nn.Module) -> nn.Module:
-    """The same model with its matrices in a faster layout; the model itself is left as it is.
+    """The same model with its matrices in a faster layout; it shares all else with `model`.
 
-    On a GPU that is the model. On a CPU the copy shares everything with the model but its matrices,
-    and is made anew when the weights have changed. (A change through `weight.data` or numpy cannot
-    be seen: torch counts the others.)
+    On a GPU, and where no faster layout is known, that is the model itself.
     """
-    is_fast_in = {torch.float32: True, torch.bfloat16: can_pack()}
-    if model.device.type != "cpu" or not is_fast_in.get(model.dtype):
-        _copies.pop(model, None)
+    product = None
+    if model.device.type == "cpu" and model.dtype == torch.float32:
+        product = by_columns
+    if model.device.type == "cpu" and model.dtype == torch.bfloat16 and can_pack():
+        product = packed
+    if product is None:
         return model
-    weights = [weight.detach() for weight in model.parameters()]
-    versions = [version(weight) for weight in weights]
-    if model not in _copies or _copies[model][0] != versions:
-        # The weights are kept, or new ones might get their memory, and so look like them.
-        _copies[model] = versions, weights, make_copy(model)
-    return _copies[model][-1]
-
-
-def can_pack() -> bool:
-    """Has oneDNN bfloat16 on this CPU?"""
-    return ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def version(weight: Tensor) -> tuple:
-    """Another one for other values, except for what fast_copy says."""
-    number = 0 if weight.is_inference() else weight._version  # a fused optimizer leaves it as it is
-    return weight.data_ptr(), number, weight.dtype, _num_steps
-
-
-def make_copy(model: nn.Module) -> nn.Module:
     shared = {id(weight): weight for weight in model.parameters()}
     shared[id(model.config)] = model.config
     fast = copy.deepcopy(model, shared)  # modules are copied, and what is in `shared` is not
-    product = by_columns if model.dtype == torch.float32 else PackedProduct
     for module in fast.modules():
         if isinstance(module, nn.Linear):
             module.forward = product(module.weight.detach(), module.bias)
     fast.project = product(model.head.detach())
     return fast
+
+
+def can_pack() -> bool:
+    """Has oneDNN bfloat16 on this CPU?"""
+    onednn = torch.backends.mkldnn
+    is_there = onednn.is_available() and onednn.enabled
+    return is_there and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def by_columns(weight: Tensor, bias: Tensor | None = None):
@@ -83,25 +70,21 @@ def by_columns(weight: Tensor, bias: Tensor | None = None):
     return functools.partial(F.linear, weight=weight, bias=bias)
 
 
-class PackedProduct:
+def packed(weight: Tensor, bias: Tensor | None = None):
     """F.linear with one weight, from a copy in the layout of oneDNN's bfloat16 kernels.
 
     Without it oneDNN rearranges a matrix for each product, which takes as long as the product: a
     forward of SmolLM2-135M with 20 positions took 78 ms, and with it 50.
     """
+    layout = torch.ops.mkldnn._reorder_linear_weight(weight)
+    needs_pair = single_differs(*weight.shape)
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.bias = bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.single_differs = single_differs(*weight.shape)
+    def product(x: Tensor) -> Tensor:
+        if needs_pair and x.numel() == x.size(-1):
+            return multiply_packed(torch.cat([x, x]), layout, bias)[:1]
+        return multiply_packed(x, layout, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.single_differs and x.numel() == x.size(-1):
-            return self.multiply(torch.cat([x, x]))[:1]
-        return self.multiply(x)
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return multiply_packed(x, self.packed, self.bias)
+    return product
 
 
 def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -124,53 +107,3 @@ def single_differs(num_outputs: int, num_inputs: int) -> bool:
     ones = torch.ops.mkldnn._reorder_linear_weight(torch.ones(num_outputs, num_inputs).bfloat16())
     pair = multiply_packed(torch.cat([row, row]), ones, None)
     return not torch.equal(multiply_packed(row, ones, None), pair[:1])
-
-
-# ----------------------------------------------------------------------------------------- threads
-
-INTERVAL = 0.25  # seconds between two looks
-STAT = Path("/proc/stat")  # of Linux; elsewhere the number of threads stays torch's
-CHOSEN_BY_USER = any(name.startswith(("OMP_", "GOMP_", "MKL_")) for name in os.environ)
-
-
-def use_free_cores(model: nn.Module) -> None:
-    """From now on the model's forwards use as many threads as there are free cores.
-
-    torch's threads (libgomp's) meet hundreds of times in a forward, and those that come first spin
-    until the last one is there. If another program keeps a core busy, one of two threads is often
-    the last by the length of a time slice: two threads are then two to four times slower than one.
-    """
-    if STAT.exists() and not CHOSEN_BY_USER:
-        look = FreeCores().look
-        model.register_forward_pre_hook(lambda *_: look())
-
-
-class FreeCores:
-    """Sets the number of torch's threads, until somebody else does."""
-
-    def __init__(self):
-        self.most = self.chosen = torch.get_num_threads()
-        self.then = self.measure()
-
-    def measure(self) -> tuple[float, float]:
-        """The time now, and the seconds of work that other programs have had, all cores taken."""
-        return time.monotonic(), seconds_used(STAT.read_text()) - time.process_time()
-
-    def look(self) -> None:
-        """Call it before every forward: it looks at the machine now and then."""
-        is_other = torch.get_num_threads() != self.chosen  # somebody else sets it
-        if is_other or time.monotonic() < self.then[0] + INTERVAL:
-            return
-        began, others_then = self.then
-        self.then = now, others = self.measure()
-        busy_cores = (others - others_then) / (now - began)
-        # A program that shares its core with one of our threads gets half of it.
-        free = os.cpu_count() - int(busy_cores + 0.6)
-        self.chosen = max(1, min(self.most, free))
-        torch.set_num_threads(self.chosen)
-
-
-def seconds_used(stat: str) -> float:
-    """Seconds of work of all cores since the machine started, of the text of /proc/stat."""
-    user, nice, system, _idle, _waiting, interrupts, softirq = map(int, stat.split()[1:8])
-    return (user + nice + system + interrupts + softirq) / os.sysconf("SC_CLK_TCK")

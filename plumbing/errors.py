@@ -6,9 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
-# A terminal obeys control characters: in a text from elsewhere they are shown as signs instead.
-VISIBLE = {code: 0x2400 + code for code in range(32)} | {127: 0x2421}
-VISIBLE |= dict.fromkeys(range(128, 160), 0xFFFD)
+from .cpu import use_free_cores
 
 
 class UserError(ValueError):
@@ -35,6 +33,7 @@ def run_main(
 ) -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
     mend_streams()
+    use_free_cores()
     try:
         main()
         sys.stdout.flush()
@@ -68,7 +67,7 @@ def mend_streams() -> None:
 
 
 def stop(message: str) -> None:
-    print(f"error: {message}".translate(VISIBLE), file=sys.stderr)
+    print("error:", *message.splitlines(), file=sys.stderr)  # one line
     sys.exit(2)
 
 

@@ -23,12 +23,12 @@ def locate(name: str) -> Path:
 
     Cache, progress bar, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are huggingface_hub's.
     """
-    if name and len(name) < 1000 and Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
-    if name and len(name) < 1000 and Path(name).is_file():
+    if Path(name).is_file():
         raise UserError(f"{name}: is a file; name the directory of a checkpoint")
     if not re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", name):
-        raise UserError(f"{name[:200]!r}: no such directory, and not a hub id (org/name)")
+        raise UserError(f"{name!r}: no such directory, and not a hub id (org/name)")
     from huggingface_hub import constants, errors, snapshot_download  # slow; needed only here
 
     try:

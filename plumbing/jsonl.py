@@ -8,7 +8,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .errors import UserError, describe
-from .files import refuse_pipe
 from .processes import leads
 
 
@@ -20,11 +19,12 @@ class JsonlFile:
         self.offsets = array("Q")
         self.checksum = 0  # of the whole file: an edited file is another file
         try:
-            refuse_pipe(path)  # rows are read in any order
             self.file = open(path, "rb")
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"{path}: cannot be read ({reason})") from None
+        if not self.file.seekable():
+            raise UserError(f"{path}: a pipe, but rows are read in any order; write it to a file")
         self._index()
         if not self.offsets:
             raise UserError(f"{path}: empty; expected one JSON object per line")

@@ -1,5 +1,6 @@
 """Pack sequences of unequal length into few rectangular forwards."""
 
+import bisect
 from typing import NamedTuple
 
 import torch
@@ -10,14 +11,14 @@ def round_up(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 
 
-class Forward(NamedTuple):
+class Layout(NamedTuple):
     """Which sequences one forward holds: a list of their indices for every row."""
 
     rows: list[list[int]]
     width: int
 
 
-def packed(lengths: list[int], width: int, positions: int, num_processes: int) -> list[Forward]:
+def packed(lengths: list[int], width: int, positions: int, num_processes: int) -> list[Layout]:
     """Several sequences share a row of `width`; every forward has `positions` or one row.
 
     All forwards have the same shape, and their number is a multiple of num_processes.
@@ -26,7 +27,7 @@ def packed(lengths: list[int], width: int, positions: int, num_processes: int) -
     rows = pack(lengths, width)
     while len(rows) % (height * num_processes):
         rows.append([])
-    return [Forward(rows[i : i + height], width) for i in range(0, len(rows), height)]
+    return [Layout(rows[i : i + height], width) for i in range(0, len(rows), height)]
 
 
 def pack(lengths: list[int], width: int) -> list[list[int]]:
@@ -35,26 +36,27 @@ def pack(lengths: list[int], width: int) -> list[list[int]]:
     (Best-fit decreasing, a classic of bin packing: of many rows at most 11/9 of the fewest.)
     """
     rows: list[list[int]] = []
-    free: list[int] = []
+    free: list[tuple[int, int]] = []  # (room, row) of every row, the fullest first
     for i in longest_first(lengths):
-        with_room = [row for row in range(len(rows)) if free[row] >= lengths[i]]
-        row = min(with_room, key=free.__getitem__, default=len(rows))
-        if row == len(rows):
+        at = bisect.bisect_left(free, (lengths[i], 0))
+        if at < len(free):
+            room, row = free.pop(at)
+        else:
+            room, row = width, len(rows)
             rows.append([])
-            free.append(width)
         rows[row].append(i)
-        free[row] -= lengths[i]
+        bisect.insort(free, (room - lengths[i], row))
     return rows
 
 
-def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Forward]:
+def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Layout]:
     """One sequence per row, next to others of similar length; at most `positions`, or one row.
 
     Widths are multiples of 32, so that there are few shapes. No row is much shorter than the
     longest. The number of forwards is a multiple of num_processes.
     """
     positions = min(positions, sum(lengths) // num_processes)  # leave work for every process
-    forwards: list[Forward] = []
+    forwards: list[Layout] = []
     for i in longest_first(lengths):
         if forwards:
             rows, width = forwards[-1]
@@ -63,9 +65,9 @@ def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Forw
             if has_room and is_similar:
                 rows.append([i])
                 continue
-        forwards.append(Forward([[i]], round_up(lengths[i], 32)))
+        forwards.append(Layout([[i]], round_up(lengths[i], 32)))
     while len(forwards) % num_processes:
-        forwards.append(Forward([[]], 32))
+        forwards.append(Layout([[]], 32))
     return forwards
 
 

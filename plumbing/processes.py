@@ -69,7 +69,7 @@ def together(failure: str = "") -> Iterator[None]:
         dist.all_gather_object(messages, message)
         message = next(filter(None, messages), None)
     if message and not leads():  # the first process says why
-        # It never joins this: its end makes it fail. When a process ends, torchrun ends all others.
+        # It exits instead of joining this gather, which then fails; torchrun ends whoever is left.
         with contextlib.suppress(RuntimeError):
             dist.all_gather_object([None] * dist.get_world_size(), None)
         sys.exit(2)

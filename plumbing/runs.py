@@ -1,9 +1,8 @@
-"""The directory of a training run: who may write it, its log and progress bar, and how it stops."""
+"""The directory of a training run: what may be written there, its log and bar, and how it stops."""
 
 import argparse
 import json
 import os
-import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -12,16 +11,11 @@ from tqdm import tqdm
 from .checkpoints import Checkpoints, whole_weights
 from .config import config_json
 from .data import reasons
-from .errors import UserError
-from .files import atomic_write, has_model, refuse_pipe, remove_leftovers, save
+from .errors import UserError, failure_as
+from .files import atomic_write, has_model, remove_leftovers, save
 from .jsonl import JsonlFile
 from .processes import largest, leads, say, together
 from .signals import StopSignal
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock
-    fcntl = None
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
@@ -41,7 +35,7 @@ def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
 
 
 class Run:
-    """OUT: the exported model, log.jsonl and checkpoints/. Only one process at a time writes it.
+    """OUT: the exported model, log.jsonl and checkpoints/.
 
     Life cycle: create it (conflicts are refused before anything is written), enter it, `log` every
     step and `save` now and then. `found` is the progress to resume from, or None.
@@ -52,27 +46,9 @@ class Run:
         self.out = out
         self.identity = identity
         self.checkpoints = Checkpoints(out / "checkpoints")
-        self.new_log = out / "log.jsonl.tmp"  # until this run has a checkpoint
-        self.unlock = None
         self.skipped: dict[str, int] = {}
-        refuse_unwritable(out)
-        if out.is_dir():
-            self._take_lock()
         self.found = self._resumable(resume, overwrite)
         self.step = self.saved_step = self.found["step"] if self.found else 0
-
-    def _take_lock(self) -> None:
-        if fcntl is None or not leads():
-            return
-        lock = os.open(self.out, os.O_RDONLY)
-        self.unlock = weakref.finalize(self, os.close, lock)  # at the latest, when this is deleted
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"--out {self.out}: another run is writing there; choose another"
-            raise UserError(message) from None
-        except OSError:  # some network file systems cannot lock a directory
-            pass
 
     def _resumable(self, resume: bool, overwrite: bool) -> dict | None:
         newest = self.checkpoints.newest()
@@ -92,15 +68,10 @@ class Run:
         return None
 
     def __enter__(self) -> "Run":
-        """Open log and progress bar, remove what a kill left, and catch signals.
-
-        What an overwritten run has stays until this one's first checkpoint is complete.
-        """
+        """Open log and progress bar, remove what a kill or an older run left, and catch signals."""
         with together(f"--out {self.out}: cannot be written to"):
             if leads():
                 self.out.mkdir(parents=True, exist_ok=True)
-                if self.unlock is None:
-                    self._take_lock()
                 self.checkpoints.remove_leftovers()
                 remove_leftovers(self.out)
                 self.log_file = self._open_log()
@@ -111,18 +82,14 @@ class Run:
     def _open_log(self):
         log = self.out / "log.jsonl"
         if not self.found:
-            self.checkpoints.replaced = self.checkpoints.paths()
-            return open(self.new_log if log.exists() else log, "w")
-        self.new_log.unlink(missing_ok=True)  # of a run that died before its first checkpoint
+            self.checkpoints.remove(self.checkpoints.paths())
+            return open(log, "w")
         kept = []
-        refuse_pipe(log)
-        try:
+        with failure_as(f"{log}: has a line that is not a step's; move it away"):
             lines = log.read_text().splitlines(keepends=True) if log.exists() else []
             for line in lines:  # steps that no checkpoint holds are made and logged again
                 if line.endswith("\n") and json.loads(line)["step"] <= self.found["step"]:
                     kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{log}: has a line that is not a step's; move it away") from None
         atomic_write(log, lambda file: file.write_text("".join(kept)))
         return open(log, "a")
 
@@ -154,8 +121,6 @@ class Run:
         progress = {"step": self.step, "consumed": consumed, "skipped": self.skipped}
         progress |= {"finished": finished, "run": self.identity}
         self.checkpoints.save(model, optimizer, progress)
-        if leads() and self.new_log.exists():
-            os.replace(self.new_log, self.out / "log.jsonl")
         self.export(model, chat)
 
     def export(self, model, chat) -> None:
@@ -180,16 +145,3 @@ class Run:
             say(f"skipped rows: {reasons(self.skipped)}")
         what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"
         say(f"{self.step} steps; {self.out} holds {what}")
-        if self.unlock:
-            self.unlock()
-
-
-def refuse_unwritable(out: Path) -> None:
-    """Find out before the model is loaded."""
-    existing = out
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise UserError(f"--out {out}: cannot be written to ({existing} is a file)")
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"--out {out}: cannot be written to (no permission in {existing})")

@@ -5,13 +5,9 @@ import time
 from collections.abc import Iterable
 
 from .chat import Chat
-from .errors import VISIBLE
 
 # Blue, the darker the more tokens one forward gave: colours of the 256-colour palette.
 SHADES = (255, 195, 153, 117, 111, 75)
-
-
-IN_ANSWERS = {code: sign for code, sign in VISIBLE.items() if chr(code) not in "\n\t"}
 
 
 class TextStream:
@@ -42,7 +38,7 @@ def shade(text: str, num_tokens: int) -> str:
 
 
 def legend(most: int) -> str:
-    """What the shades mean, for up to `most` tokens per forward."""
+    """Say what the shades mean, for up to `most` tokens per forward."""
     keys = [shade(f"{count} ", count) for count in range(1, min(most, len(SHADES)) + 1)]
     if most > len(SHADES):
         keys.append("or more")
@@ -73,8 +69,6 @@ def print_answer(steps: Iterable[tuple], chat: Chat, shaded: bool) -> None:
             num_forwards += 1
             most = max(most, len(tokens))
             piece = text.add(tokens)
-            if sys.stdout.isatty():  # a file gets the text as it is
-                piece = piece.translate(IN_ANSWERS)
             if shaded:
                 piece = shade(piece, len(tokens))
             print(piece, end="", flush=True)

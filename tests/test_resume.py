@@ -106,8 +106,7 @@ def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path):
 
 @pytest.mark.parametrize("words", [(), ("--checkpoint-layers",)], ids=["plain", "layers"])
 def test_processes_with_unlike_numbers_of_chunks(tmp_path, words):
-    """Every chunk of logits once gathered the head from all processes, which then waited for ever
-    for the one that had fewer of them."""
+    """The head is gathered once for all chunks: no process waits for one that has fewer of them."""
     words = (*RUN, "--batch", 6, "--steps", 3, "--lr", 1e-4, "--held-out", 0, *words)
     one = tmp_path / "one"
     two = tmp_path / "two"
@@ -133,8 +132,7 @@ def test_a_signal_to_torchrun_saves_and_ends_the_run(tmp_path):
 
 
 def test_what_fails_in_the_second_process_is_said_by_the_first(tmp_path):
-    """In one line. The second ended at once, so that torchrun ended a slow first one that had said
-    nothing yet."""
+    """In one line, and even a slow first process says it before torchrun ends it."""
     fail = "import model, os, runpy, time, plumbing.config; from plumbing import errors\n"
     fail += "from plumbing.errors import UserError; stop = errors.stop\n"
     fail += "errors.stop = lambda message: (time.sleep(1), stop(message))\n"

@@ -18,7 +18,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).parent
-TEST_ROWS, TRAIN_ROWS = 500, 4000
+TEST_ROWS = 500
+TRAIN_ROWS = 4000
 HARD_TEST_ROWS = 1000  # of experiments.paper
 MOST_ROWS = 10**6  # far more, and there would be no new problems left
 VOCABULARY = 1024  # at most; the text yields fewer
@@ -104,17 +105,20 @@ class Story:
     """Somebody has some things; sentence by sentence it is asked and answered how many."""
 
     def __init__(self, rng: random.Random):
-        girl = rng.random() < 0.5
-        self.rng, self.total = rng, 0
+        self.rng = rng
+        self.total = 0
+        names, they = (GIRLS, "She") if rng.random() < 0.5 else (BOYS, "He")
         self.words = {
-            "n": rng.choice(GIRLS if girl else BOYS),
-            "they": "She" if girl else "He",
+            "n": rng.choice(names),
+            "they": they,
             "t": rng.choice(THINGS),
             "c": rng.choice(BOXES),
         }
-        self.asked, self.said = [], []
+        self.asked = []
+        self.said = []
 
     def step(self, question: list[str], answer: list[str], **numbers: int) -> None:
+        """One more sentence of the question and one of the answer; [] for none."""
         for phrasings, sentences in ((question, self.asked), (answer, self.said)):
             if phrasings:
                 [phrasing] = self.rng.choices(phrasings, weights=(6, 3, 1))
@@ -126,17 +130,18 @@ class Story:
 
     def packed(self, question: list[str], most: int = 12) -> int:
         """A product; how many things those are."""
-        a, b = self.rng.randint(2, 9), self.rng.randint(2, most)
+        a = self.rng.randint(2, 9)
+        b = self.rng.randint(2, most)
         self.step(question, PACKED_SAID, a=a, b=b, r=a * b)
         return a * b
 
     def gain(self, b: int, question: list[str]) -> None:
-        before, self.total = self.total, self.total + b
-        self.step(question, GAIN_SAID, a=before, b=b, r=self.total)
+        self.step(question, GAIN_SAID, a=self.total, b=b, r=self.total + b)
+        self.total += b
 
     def lose(self, b: int, question: list[str]) -> None:
-        before, self.total = self.total, self.total - b
-        self.step(question, LOSE_SAID, a=before, b=b, r=self.total)
+        self.step(question, LOSE_SAID, a=self.total, b=b, r=self.total - b)
+        self.total -= b
 
     def change(self) -> None:
         if self.total < 2 or self.rng.random() < 0.5:
@@ -147,17 +152,22 @@ class Story:
     def row(self) -> dict:
         """`prompt` (the question), `response` (the steps), `answer` (the number)."""
         self.step(ASK, END_SAID, r=self.total)
-        prompt, response = " ".join(self.asked), " ".join(self.said)
-        return {"prompt": prompt, "response": response, "answer": str(self.total)}
+        return {
+            "prompt": " ".join(self.asked),
+            "response": " ".join(self.said),
+            "answer": str(self.total),
+        }
 
 
 def problem(rng: random.Random) -> dict:
     """One or two operations."""
     story = Story(rng)
     if rng.random() < 0.4:  # a product, and perhaps a sum or a difference
-        story.total, changes = story.packed(PACKED), rng.randint(0, 1)
+        story.total = story.packed(PACKED)
+        changes = rng.randint(0, 1)
     else:
-        total, changes = rng.randint(5, 90), rng.randint(1, 2)
+        total = rng.randint(5, 90)
+        changes = rng.randint(1, 2)
         story.begin(total)
         if changes == 2 and rng.random() < 0.5:  # a product and a sum
             story.gain(story.packed(GAIN_PACKED), [])
@@ -169,18 +179,22 @@ def problem(rng: random.Random) -> dict:
 
 def hard_problem(rng: random.Random) -> dict:
     """One to six operations on numbers up to 999, among up to two sentences beside the point."""
-    story, operations = Story(rng), rng.randint(1, 6)
+    story = Story(rng)
+    operations = rng.randint(1, 6)
     if operations > 1 and rng.random() < 0.3:
-        story.total, operations = story.packed(PACKED, most=20), operations - 1
+        story.total = story.packed(PACKED, most=20)
+        operations -= 1
     else:
         story.begin(rng.randint(10, 600))
     while operations:
-        gains = story.total < max(2, rng.randint(0, 999))
-        room = 999 - story.total if gains else story.total - 1
-        change, question = (story.gain, GAIN) if gains else (story.lose, LOSE)
+        if story.total < max(2, rng.randint(0, 999)):
+            room = 999 - story.total
+            change, question, packed_question = story.gain, GAIN, GAIN_PACKED
+        else:
+            room = story.total - 1
+            change, question, packed_question = story.lose, LOSE, LOSE_PACKED
         if operations > 1 and room >= 18 and rng.random() < 0.3:
-            packed = story.packed(GAIN_PACKED if gains else LOSE_PACKED, most=min(20, room // 9))
-            change(packed, [])
+            change(story.packed(packed_question, most=min(20, room // 9)), [])
             operations -= 2
         else:
             change(rng.randint(1, min(room, 99)), question)
@@ -198,7 +212,8 @@ World = Callable[[random.Random], dict]
 
 def problems(world: World, seed: int, avoid: set[str]) -> Iterator[dict]:
     """Rows without end; none has a prompt out of `avoid`, and none comes twice."""
-    rng, seen = random.Random(seed), set(avoid)
+    rng = random.Random(seed)
+    seen = set(avoid)
     while True:
         row = world(rng)
         if row["prompt"] not in seen:
@@ -297,18 +312,17 @@ def main() -> None:
 
 def make(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     is_default = args.out == parser.get_default("out")
-    if args.rows is not None and args.rows < 1:
-        parser.error(f"--rows: must be at least 1, not {args.rows}")
-    if args.rows is not None and args.rows > MOST_ROWS:
-        parser.error(f"--rows: must be at most {MOST_ROWS}, not {args.rows}")
+    if args.rows is not None and not 1 <= args.rows <= MOST_ROWS:
+        limit = "at least 1" if args.rows < 1 else f"at most {MOST_ROWS}"
+        parser.error(f"--rows: must be {limit}, not {args.rows}")
     if args.out.exists() and not is_default:
         parser.error(f"--out {args.out}: is there already; choose another name")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no directory {args.out.parent}")
-    if (args.rows is not None or args.hard) == is_default:
-        parser.error(
-            "--rows N (N > 0) and --hard need an --out of another name, and it one of them"
-        )
+    if is_default and (args.rows or args.hard):
+        parser.error("--rows and --hard need an --out of another name")
+    if not is_default and not (args.rows or args.hard):
+        parser.error("--out needs --rows or --hard")
 
     world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
     train, test = split(world, args.rows or TRAIN_ROWS, test_rows)

@@ -6,13 +6,13 @@ problem: all models answer the same problems, so its interval is narrower than t
 suggest.
 """
 
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
 
 from bench.common import table
-from bench.likelihood import interval
 from plumbing.files import atomic_write
 
 # Ways to decode: a kind and its threshold. Their options are in run.py.
@@ -23,12 +23,13 @@ ENTROPY = [f"entropy {nats}" for nats in (0.05, 0.1, 0.2, 0.4, 0.7, 1)]
 MARGIN = [f"margin {margin}" for margin in (0.95, 0.9, 0.8, 0.6, 0.4, 0.2)]
 
 # The rules of the verdicts.
-AS_GOOD = 0.02  # the interval of the difference in accuracy is above -0.02
-AS_GOOD_NATS = 0.002  # the interval of the difference in nats per token is below 0.002
+AS_GOOD = -0.02  # the difference in accuracy is above this
+AS_GOOD_NATS = -0.002  # and in nats per token: how many fewer
 CONVERGED = 0.01  # as many steps of AR as the other arms have gain less
 SEVERAL = 1.3  # tokens per forward
 
 TABLE6 = Path(__file__).parents[1] / "results/cache/table6.txt"  # printed by tables.py
+RESAMPLES = 2000  # of the bootstrap
 
 PERCENT = (100, ".1f")  # factor and format
 NATS = (1, ".4f")
@@ -81,10 +82,19 @@ def mean(values: BySeed) -> float:
     return float(np.mean(list(values.values())))
 
 
+@functools.cache
+def resampled(problems: int) -> np.ndarray:
+    """How often each problem is drawn: (RESAMPLES, problems)."""
+    rng = np.random.default_rng(0)
+    return rng.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
+
+
 def estimate(values: BySeed) -> tuple[float, float, float]:
     """The mean, and its 95 % interval."""
     by_problem = np.mean(list(values.values()), axis=0)
-    return interval(by_problem, np.ones(len(by_problem)))
+    means = resampled(len(by_problem)) @ by_problem / len(by_problem)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return by_problem.mean(), low, high
 
 
 def text(values: BySeed, unit=PERCENT, sign="") -> str:
@@ -98,24 +108,30 @@ def text(values: BySeed, unit=PERCENT, sign="") -> str:
     return shown
 
 
-def above(values: BySeed, bound: float) -> bool | None:
-    """None where the interval includes the bound."""
+def verdict(values: BySeed, bound: float) -> str:
+    """Is the mean above the bound?"""
     _, low, high = estimate(values)
-    return None if low <= bound <= high else bool(low > bound)
+    if low <= bound <= high:
+        return "cannot be told"
+    return "holds" if low > bound else "does not hold"
 
 
-def verdict(parts: dict[str, bool | None]) -> str:
-    """Which parts of a claim hold, which do not, and which cannot be told (None)."""
-    shown = []
-    for head, meant in (("Holds", True), ("Does not hold", False), ("Cannot be told", None)):
-        named = [part for part, holds in parts.items() if holds is meant]
-        if named:
-            shown.append(f"**{head}**: {'; '.join(named)}.")
-    return " ".join(shown)
+def judge(parts: dict[str, tuple], unit=PERCENT) -> str:
+    """A table with a row for each part of a claim: (difference, bound), or (holds,)."""
+    rows = []
+    for part, found in parts.items():
+        if len(found) == 1:
+            rows.append([part, "", "", "holds" if found[0] else "does not hold"])
+            continue
+        difference, bound = found
+        shown = [text(difference, unit, "+"), f"{unit[0] * bound:g}", verdict(difference, bound)]
+        rows.append([part, *shown])
+    return table(["", "difference", "is above", "verdict"], rows)
 
 
-def show(results: Results, base: Case, cases: dict[str, Case]) -> str:
-    """A table with a row for each case; differences are from the base, which is the first."""
+def show(results: Results, cases: dict[str, Case]) -> str:
+    """A table with a row for each case; differences are from the first."""
+    first, base = next(iter(cases.items()))
     rows = []
     for label, case in cases.items():
         right = results.right(case)
@@ -123,13 +139,13 @@ def show(results: Results, base: Case, cases: dict[str, Case]) -> str:
         if case != base:
             differs = text(minus(right, results.right(base)), sign="+")
         rows.append([label, text(right), differs, f"{results.speed(case):.2f}"])
-    return table(["", "accuracy, %", f"from {rows[0][0]}", "tokens/forward"], rows)
+    return table(["", "accuracy, %", f"from {first}", "tokens/forward"], rows)
 
 
 # ------------------------------------------------------------------------- the fields of claims.md
 
 
-def one_token(results: Results) -> dict[str, str]:
+def one_token(results: Results) -> str:
     arms = {
         "AR SFT": "sft",
         "more AR": "ar",
@@ -145,113 +161,89 @@ def one_token(results: Results) -> dict[str, str]:
     cases = {label: (name, ONE) for label, name in arms.items()}
     cases["block diffusion, B = 4"] = ("diffusion", "diffusion")
     start = results.nats("sft")
-    nats = []
-    for label, name in arms.items():
-        mine = results.nats(name)
-        row = [label, f"{mean(mine):.4f}", "", ""]
-        if name != "sft":
-            row[2] = text(minus(mine, start), NATS, sign="+")
-            trained = [record["trained"]["clipped"] for record in results.records[name].values()]
-            row[3] = f"{np.mean(trained):.0%}"
-        nats.append(row)
-    return {
-        "accuracy_table": show(results, ("sft", ONE), cases),
-        "nats_table": table(["", "nats per token", "from AR SFT", "norm above 1"], nats),
-        "verdict": one_token_verdict(results, "mars-4", "ar"),
-        "slow_verdict": one_token_verdict(results, "mars-4-slow", "ar-slow"),
-    }
+    rows = [["AR SFT", f"{mean(start):.4f}", "", ""]]
+    for label, name in list(arms.items())[1:]:
+        nats = results.nats(name)
+        clipped = [record["trained"]["clipped"] for record in results.records[name].values()]
+        difference = text(minus(nats, start), NATS, sign="+")
+        rows.append([label, f"{mean(nats):.4f}", difference, f"{np.mean(clipped):.0%}"])
+    nats_table = table(["", "nats per token", "from AR SFT", "norm above 1"], rows)
+    return f"{show(results, cases)}\n\n{nats_table}"
 
 
-def one_token_verdict(results: Results, mars: str, more: str) -> str:
+def one_token_verdicts(results: Results) -> str:
+    right = {name: results.right((name, ONE)) for name in results.records if name != "diffusion"}
     parts = {}
-    for label, base in (("AR SFT", "sft"), ("more AR", more)):
-        right = minus(results.right((mars, ONE)), results.right((base, ONE)))
-        parts[f"answers as good as {label}'s"] = above(right, -AS_GOOD)
-        fewer = minus(results.nats(base), results.nats(mars))
-        parts[f"nats as good as {label}'s"] = above(fewer, -AS_GOOD_NATS)
-    gain = minus(results.right((more, ONE)), results.right(("sft", ONE)))
-    had = "had" if mean(gain) < CONVERGED else "had NOT"
-    return f"{verdict(parts)} AR SFT {had} converged: more AR is {text(gain, sign='+')} points."
-
-
-def causes(results: Results) -> dict[str, str]:
-    """Which factor, changed alone, makes MARS more accurate."""
-    mars = results.right(("mars-4", ONE))
-    parts = {}
+    nats = {}
+    for rate, mars, more in (("", "mars-4", "ar"), (", half the rate", "mars-4-slow", "ar-slow")):
+        gain = mean(minus(right[more], right["sft"]))
+        parts[f"AR SFT has converged{rate}"] = (gain < CONVERGED,)
+        for label, base in ((f"AR SFT{rate}", "sft"), (f"more AR{rate}", more)):
+            parts[f"MARS answers as well as {label}"] = (minus(right[mars], right[base]), AS_GOOD)
+            fewer = minus(results.nats(base), results.nats(mars))
+            nats[f"MARS's nats as few as those of {label}"] = (fewer, AS_GOOD_NATS)
+    diffusion = results.right(("diffusion", "diffusion"))
+    parts["MARS answers better than block diffusion"] = (minus(right["mars-4"], diffusion), 0)
     for label, name in (
-        ("half the learning rate", "mars-4-slow"),
-        ("gradients not clipped", "mars-4-free"),
-        ("clean loss x 4", "mars-4-heavy"),
-        ("twice the steps", "mars-4-long"),
+        ("at half the learning rate", "mars-4-slow"),
+        ("if gradients are not clipped", "mars-4-free"),
+        ("with the clean loss x 4", "mars-4-heavy"),
+        ("with twice the steps", "mars-4-long"),
     ):
-        parts[label] = above(minus(results.right((name, ONE)), mars), 0)
-    return {"causes_verdict": verdict(parts)}
+        parts[f"MARS answers better {label}"] = (minus(right[name], right["mars-4"]), 0)
+    return f"{judge(parts)}\n\n{judge(nats, NATS)}"
 
 
-def block_diffusion(results: Results) -> dict[str, str]:
-    better = minus(results.right(("mars-4", ONE)), results.right(("diffusion", "diffusion")))
-    return {"diffusion_verdict": verdict({"MARS is better": above(better, 0)})}
-
-
-def clean_loss(results: Results) -> dict[str, str]:
+def clean_loss(results: Results) -> str:
     rows = []
     parts = {}
     more_nats = {}
     for size in (4, 16):
-        arms = {"w = 1": f"mars-{size}", "w = 0": f"no-clean-{size}"}
+        with_it, without = f"mars-{size}", f"no-clean-{size}"
+        arms = {"w = 1": with_it, "w = 0": without}
         if size == 4:
             arms["w = 0, 1/t"] = "over-t-4"
         for label, name in arms.items():
             right = text(results.right((name, ONE)))
             rows.append([f"B = {size}, {label}", right, f"{mean(results.nats(name)):.4f}"])
-        with_it, without = arms["w = 1"], arms["w = 0"]
         lost = minus(results.right((with_it, ONE)), results.right((without, ONE)))
-        parts[f"fewer right answers without it, B = {size}"] = above(lost, 0)
+        parts[f"more right answers with it, B = {size}"] = (lost, 0)
         more_nats[size] = minus(results.nats(without), results.nats(with_it))
-    more_so = minus(more_nats[16], more_nats[4])
-    parts["more nats are lost with the larger B"] = above(more_so, 0)
+    nats = {"more nats are lost with the larger B": (minus(more_nats[16], more_nats[4]), 0)}
     shown = table(["", "accuracy, %", "nats per token"], rows)
-    return {"clean_loss_table": shown, "clean_loss_verdict": verdict(parts)}
+    return f"{shown}\n\n{judge(parts)}\n\n{judge(nats, NATS)}"
 
 
-def tau_buys(results: Results) -> dict[str, str]:
+def tau_buys(results: Results) -> str:
     tables = []
-    verdicts = []
+    parts = {}
     for size in (4, 8, 16):
-        sweep = {f"B = {size}, {way}": (f"mars-{size}", way) for way in [ONE, *PAPER]}
-        verdicts.append(f"B = {size}: {verdict(is_a_trade(results, list(sweep.values())))}")
-        shown = sweep if size == 4 else dict(list(sweep.items())[:2])
-        tables.append(show(results, (f"mars-{size}", ONE), shown))
-    return {"tau_tables": "\n\n".join(tables), "tau_verdicts": "\n\n".join(verdicts)}
+        sweep = {way: (f"mars-{size}", way) for way in [ONE, *PAPER]}
+        tables.append(show(results, {f"B = {size}, {way}": case for way, case in sweep.items()}))
+        speeds = [results.speed(case) for case in sweep.values()]
+        one = results.right(sweep[ONE])
+        gains = [minus(results.right(sweep[way]), one) for way in PAPER]
+        never_better = not any(verdict(gain, 0) == "holds" for gain in gains)
+        parts[f"B = {size}: several tokens at tau 0.95"] = (speeds[1] > SEVERAL,)
+        parts[f"B = {size}: answers as good there"] = (gains[0], AS_GOOD)
+        parts[f"B = {size}: more tokens at every lower tau"] = (speeds == sorted(set(speeds)),)
+        parts[f"B = {size}: never better answers"] = (never_better,)
+    return "\n\n".join([*tables, judge(parts)])
 
 
-def is_a_trade(results: Results, sweep: list[Case]) -> dict[str, bool | None]:
-    one = results.right(sweep[0])
-    gains = [minus(results.right(case), one) for case in sweep[1:]]
-    speeds = [results.speed(case) for case in sweep]
-    return {
-        "several tokens at tau 0.95": speeds[1] > SEVERAL,
-        "answers as good there": above(gains[0], -AS_GOOD),
-        "more tokens at every lower tau": speeds == sorted(set(speeds)),
-        "never better answers": not any(above(gain, 0) for gain in gains),
-    }
-
-
-def training_free(results: Results) -> dict[str, str]:
+def training_free(results: Results) -> str:
     jacobi = results.speed(("sft", "jacobi"))
     mars = results.speed(("mars-4", PAPER[0]))
-    parts = {f"fewer than {SEVERAL}": jacobi < SEVERAL, "fewer than MARS": jacobi < mars}
-    return {
-        "jacobi_verdict": verdict(parts),
-        "jacobi": f"{jacobi:.2f}",
-        "jacobi_mars": f"{mars:.2f}",
+    parts = {
+        f"Jacobi: {jacobi:.2f} tokens per forward, fewer than {SEVERAL}": (jacobi < SEVERAL,),
+        f"and fewer than MARS at tau 0.95: {mars:.2f}": (jacobi < mars,),
     }
+    return judge(parts)
 
 
-def ours(results: Results) -> dict[str, str]:
-    base = ("mars-4", OURS[0])
+def ours(results: Results) -> str:
     cases = {
-        "B + 1 candidates": base,
+        "B + 1 candidates": ("mars-4", OURS[0]),
         "the paper's B candidates": ("mars-4", PAPER[0]),
         "B + 1 candidates, `--block-phase fixed`": ("fixed", OURS[0]),
         "`--verify`": ("mars-4", "verify"),
@@ -261,25 +253,23 @@ def ours(results: Results) -> dict[str, str]:
     }
     verified = results.right(("mars-4", "verify"))
     one = results.right(("mars-4", ONE))
-    share = np.mean([verified[seed] == one[seed] for seed in verified])
-    return {"ours_table": show(results, base, cases), "verify_same": f"{share:.2%}"}
+    same = all(np.array_equal(verified[seed], one[seed]) for seed in one)
+    return f"{show(results, cases)}\n\n{judge({'`--verify` is right where tau 1 is': (same,)})}"
 
 
-FIELDS = (one_token, causes, block_diffusion, clean_loss, tau_buys, training_free, ours)
+SECTIONS = (one_token, one_token_verdicts, clean_loss, tau_buys, training_free, ours)
 
 
 def write_report(records: list[Path], out: Path) -> None:
     """Write OUT/paper.md and the plots."""
     results = Results(records)
     loaded = [record for by_seed in results.records.values() for record in by_seed.values()]
-    fields = {"models": str(len(loaded))}
+    fields = {section.__name__: section(results) for section in SECTIONS}
+    fields["models"] = str(len(loaded))
     fields["made"] = "; ".join(sorted({record["made"] for record in loaded}))
     fields["table6"] = TABLE6.read_text(encoding="utf-8").strip()
-    for function in FIELDS:
-        fields |= function(results)
     for name, (title, curves) in PLOTS.items():
         draw(results, out / name, title, curves)
-    draw_training(results, out / "convergence.png")
     template = Path(__file__).with_name("claims.md").read_text(encoding="utf-8")
     (out / "paper.md").write_text(template.format(**fields), encoding="utf-8")
 
@@ -297,7 +287,7 @@ PLOTS = {  # the title, and of each curve: its label, an arm, ways, marker, colo
             ("B = 16", "mars-16", [ONE, *PAPER], "^-", PINK),
             ("B = 4, B + 1 candidates", "mars-4", OURS, "D--", ORANGE),
             ("--verify, B = 4", "mars-4", ["verify"], "*", RED),
-            ("--verify, B = 8", "mars-8", ["verify"], "*", RED),
+            ("--verify, B = 8", "mars-8", ["verify"], "P", RED),
             ("Jacobi", "sft", ["jacobi"], "x", GREY),
             ("block diffusion", "diffusion", ["diffusion"], "v", GREY),
         ],
@@ -311,61 +301,23 @@ PLOTS = {  # the title, and of each curve: its label, an arm, ways, marker, colo
         ],
     ),
 }
-ACCURACY = "accuracy, % (bars: 95 % interval)"
-BESIDE = {"xytext": (6, 4), "textcoords": "offset points"}
-
-
-def new_plot(title: str, xlabel: str) -> tuple:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(title=title, xlabel=xlabel, ylabel=ACCURACY)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def draw_curve(axes, x: list[float], right: list[BySeed], marker: str, colour: str) -> list[float]:
-    """Accuracy with its interval; returns the means, in percent."""
-    y, low, high = 100 * np.array([estimate(one) for one in right]).T
-    axes.errorbar(x, y, [y - low, high - y], fmt=marker, color=colour, capsize=3)
-    return y
 
 
 def draw(results: Results, file: Path, title: str, curves: list[tuple]) -> None:
     """Accuracy over tokens per forward."""
-    figure, axes = new_plot(title, "tokens per forward")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.set(title=title, xlabel="tokens per forward", ylabel="accuracy, % (bars: 95 % interval)")
+    axes.spines[["top", "right"]].set_visible(False)
+    label_at = functools.partial(axes.annotate, xytext=(6, 4), textcoords="offset points")
     for label, name, ways, marker, colour in curves:
         x = [results.speed((name, way)) for way in ways]
-        y = draw_curve(axes, x, [results.right((name, way)) for way in ways], marker, colour)
-        below = {"xytext": (0, -24), "textcoords": "offset points", "ha": "center"}
-        place = BESIDE if len(ways) == 1 else below
-        axes.annotate(label, (x[-1], y[-1]), color=colour, **place)
-        for way, *point in list(zip(ways, x, y))[:-1]:
-            axes.annotate(way.split()[-1], point, fontsize=8, color=colour, **BESIDE)
-    atomic_write(file, lambda part: figure.savefig(part, dpi=120))
-
-
-STAGE_1 = {2400: 91.4, 3600: 93.4, 4800: 95.2}  # steps, accuracy in percent: toy/README.md
-STAGE_1_STEPS = 5600
-
-
-def draw_training(results: Results, file: Path) -> None:
-    """Accuracy over training steps: of AR SFT, and of the arms that went on from it."""
-    figure, axes = new_plot("AR SFT, and what went on from it", "training steps")
-    sft = results.right(("sft", ONE))
-    start = 100 * mean(sft)
-    axes.plot([*STAGE_1, STAGE_1_STEPS], [*STAGE_1.values(), start], "o-", color=GREY)
-    draw_curve(axes, [STAGE_1_STEPS], [sft], "o", GREY)
-    axes.annotate("AR SFT", (STAGE_1_STEPS, start), color=GREY, **(BESIDE | {"xytext": (-48, 4)}))
-    for label, name, steps, colour in (
-        ("more AR", "ar", 800, BLUE),
-        ("MARS", "mars-4", 800, RED),
-        ("MARS, half the rate", "mars-4-slow", 800, PINK),
-        ("MARS, twice the steps", "mars-4-long", 1600, ORANGE),
-    ):
-        x = STAGE_1_STEPS + steps
-        [end] = draw_curve(axes, [x], [results.right((name, ONE))], "o", colour)
-        axes.plot([STAGE_1_STEPS, x], [start, end], color=colour)
-        axes.annotate(label, (x, end), color=colour, **BESIDE)
+        y, low, high = 100 * np.array([estimate(results.right((name, way))) for way in ways]).T
+        axes.errorbar(x, y, [y - low, high - y], fmt=marker, color=colour, capsize=3, label=label)
+        for way, *point in zip(ways, x, y):
+            if len(ways) > 1:
+                label_at(way.split()[-1], point, fontsize=8, color=colour)
+    axes.legend(frameon=False, loc="lower left")
     atomic_write(file, lambda part: figure.savefig(part, dpi=120))

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from bench.common import ROOT, are_right, encode, require
-from bench.likelihood import predict
+from bench.quality import predict
 from decode import generate
 from experiments.paper import report
 from experiments.paper.baselines import diffuse, jacobi
@@ -162,7 +162,7 @@ class Piece:
         record = dict(self.made_of)
         if self.arm.command:
             self.train()
-            record["trained"] = read_log(self.model / "log.jsonl")
+            record["trained"] = {"clipped": share_clipped(self.model / "log.jsonl")}
         record |= measure(self.model, self.arm, self.plan)
         machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
         record["made"] = f"{datetime.date.today()}, {machine}, torch {torch.__version__}"
@@ -192,11 +192,11 @@ def make_data(plan: Plan) -> None:
     write(plan.work / "train.jsonl", rows)
 
 
-def read_log(path: Path) -> dict:
-    """The share of steps with a gradient norm above CLIP; at the end, look_ahead of train.py."""
-    lines = [json.loads(line) for line in open(path, encoding="utf-8")]
-    clipped = [line["grad_norm"] > CLIP for line in lines]
-    return {"clipped": sum(clipped) / len(clipped), "look_ahead": lines[-1]["look_ahead"]}
+def share_clipped(log: Path) -> float:
+    """The share of steps with a gradient norm above CLIP."""
+    lines = log.read_text(encoding="utf-8").splitlines()
+    clipped = [json.loads(line)["grad_norm"] > CLIP for line in lines]
+    return sum(clipped) / len(clipped)
 
 
 def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
@@ -207,9 +207,12 @@ def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
     eos = model.config.eos_token_id[0]
     length = model.config.max_position_embeddings
     examples = [encode_row(row, chat, eos, length) for row in problems]
-    predicted = predict(model, examples, base=model)
-    nats = " ".join(f"{one:.4f}" for one in predicted.nats)
-    return {"decoded": decoded, "nats": nats, "tokens": int(predicted.tokens.sum())}
+    nats = [predict(model, each.tokens, each.prompt)[0].sum().item() for each in examples]
+    return {
+        "decoded": decoded,
+        "nats": " ".join(f"{one:.4f}" for one in nats),
+        "tokens": sum(example.targets for example in examples),
+    }
 
 
 def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int) -> dict:
@@ -228,22 +231,26 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
     }
 
 
+def complete_all(pieces: list[Piece], jobs: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every record is of float32 on a CPU
+    os.environ["OMP_NUM_THREADS"] = "1"  # two processes with two threads each are far slower
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+        for _ in tqdm(pool.imap_unordered(Piece.complete, pieces), total=len(pieces)):
+            pass
+
+
 def main() -> None:
     parser = Parser("The paper's claims at a scale that a laptop reaches.")
     help = "pieces at a time, one thread each"
     parser.add_argument("--jobs", type=number(int, 1), default=2, help=help)
     args = parser.parse_args()
-    plan = Plan()
     require("matplotlib")
+    plan = Plan()
     pieces = plan.pieces()
     missing = [piece for piece in pieces if not piece.is_complete()]
     if missing:
         make_data(plan)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every record is of float32 on a CPU
-        os.environ["OMP_NUM_THREADS"] = "1"  # two processes with two threads each are far slower
-        with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
-            for _ in tqdm(pool.imap_unordered(Piece.complete, missing), total=len(missing)):
-                pass
+        complete_all(missing, args.jobs)
     report.write_report([piece.record for piece in pieces], plan.out)
     print(f"{relative(plan.out)}/paper.md")
 

@@ -19,11 +19,14 @@ import torch
 
 from bench import common
 from bench.speed import Answer, Ours, Way, add_settings, compare
-from decode import Decoder, Options, Sequence, passing_lengths
-from lossless import count_held
+from decode import Decoder, Options, passing_lengths
+from experiments.paper.baselines import is_complete, through_end
+from kv_cache import KVCache
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
+from plumbing.attention import FastModel
 from plumbing.errors import UserError, run_main
+from plumbing.scheduler import num_in_common
 
 BLOCK_CACHES = (4, 8, 16, 32, 64, 128, 256)
 NUM_PROPOSED = 4  # K
@@ -57,63 +60,67 @@ class WithDraft:
 
     def __init__(self, target: Qwen2, draft: Qwen2, longest: int, tau: float, draft_tau: float):
         """longest: an upper bound on prompt plus answer. tau: which of the masks' guesses pass."""
-        self.target = Target(target, longest, tau)
+        self.target = target
+        self.tau = tau
+        self.block = 0 if tau == 1 else target.config.block
         self.draft = Decoder(draft, Options(tau=draft_tau), rows=1, longest=longest)
+        widest = (NUM_PROPOSED + 1) * (1 + self.block)
+        self.cache = KVCache(target.config, 1, longest + widest, target.device, target.dtype)
+        self.forward = FastModel(target, self.cache, compile=False)
 
     def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
         return [self.answer(prompt, max_new) for prompt in prompts]
 
+    @torch.inference_mode()
     def answer(self, prompt: list[int], max_new: int) -> Answer:
-        answer = self.target.add(prompt, max_new=max_new)
-        while not answer.done:
-            self.target.propose(answer, self.proposal(answer))
-            self.target.step()
-        answer.checked = []  # `accepted` has unchecked tokens, too, so nobody can tell what held
-        return Answer(answer.tokens, [], answer)
+        text = list(prompt)
+        accepted = []
+        widths = []
+        self.cache.begin(0)
+        while not is_complete(text[len(prompt) :], self.target, max_new):
+            room = len(prompt) + max_new - len(text)
+            draft = self.draft.add(text, max_new=min(NUM_PROPOSED, room))
+            for _ in self.draft:  # it computes only what is new in the text
+                pass
+            tokens, width = self.check(text, draft.tokens)
+            text += tokens
+            accepted.append(len(tokens))
+            widths.append(width)
+        # Nobody checked what the masks added, so nothing is said of guesses that held.
+        return Answer(through_end(text[len(prompt) :], self.target, max_new), accepted, widths)
 
-    def proposal(self, answer: Sequence) -> list[int]:
-        """The draft's next K tokens. It computes only what is new in the text so far."""
-        room = answer.max_new - len(answer.tokens)
-        proposed = self.draft.add(answer.text, max_new=min(NUM_PROPOSED, room))
-        for _ in self.draft:
-            pass
-        return proposed.tokens
-
-
-class Target(Decoder):
-    """Checks a draft's tokens, one text at a time, and accepts unchecked what masks add to them."""
-
-    def __init__(self, model: Qwen2, longest: int, tau: float):
-        longest += 2 * NUM_PROPOSED**2  # its forwards are wider than those of --verify
-        super().__init__(model, Options(verify=True), rows=1, longest=longest)
-        self.tau = tau
-
-    def propose(self, sequence: Sequence, tokens: list[int]) -> None:
-        """What the next forward is to check; without masks if tau is 1."""
-        sequence.guesses = tokens
-        sequence.groups = [] if self.tau == 1 else list(range(len(tokens) + 1))
-
-    def decide(
-        self, hidden: torch.Tensor, last_columns: list[int], batch: list[Sequence]
-    ) -> list[tuple[list[int], int]]:
-        """See Decoder.decide; of the one sequence."""
-        [sequence] = batch
-        guesses = sequence.guesses
-        columns = torch.arange(len(guesses) + 1, device=hidden.device)[None] + last_columns[0]
+    def check(self, text: list[int], proposed: list[int]) -> tuple[list[int], int]:
+        """The tokens that one forward of the target accepts, and its width."""
+        num_cached = self.cache.lengths[0]
+        longer = text + proposed
+        feed = [(longer[pos], pos, pos + 1) for pos in range(num_cached, len(longer))]
+        last = len(text) - num_cached - 1  # the column of the text's last token
+        groups = len(feed)  # where the groups of masks begin
+        for prefix in range(len(text), len(longer) + 1):
+            for pos in range(prefix, prefix + self.block):
+                feed.append((self.target.config.mask_token_id, pos, prefix))
+        device = self.target.device
+        tokens, pos, prefix = torch.tensor([feed], device=device).unbind(-1)  # (1, T)
+        self.cache.reserve(len(feed))
+        mask = self.cache.mask(pos, prefix)
+        hidden = self.forward(tokens, pos, mask, is_prefill=num_cached == 0)
+        columns = torch.arange(last, groups, device=device)[None]
         ar_tokens = self.forward.logits_at(hidden, columns).argmax(-1)[0].tolist()
-        held = count_held(ar_tokens, guesses)
+        held = num_in_common(ar_tokens, proposed)
+        self.cache.commit([last + 1 + held])
         accepted = ar_tokens[: held + 1]
-        if sequence.groups:
-            columns = self.lossless.candidate_columns(last_columns, batch, [held])
-            logits = self.forward.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-            confidence, candidates = logits.softmax(-1).max(-1)  # (1, 1 + B): AR's, then the masks'
-            tau = torch.tensor([self.tau], device=hidden.device)
+        if self.block:
+            first = groups + held * self.block  # the group that saw exactly what held
+            columns = [last + held, *range(first, first + self.block)]
+            logits = self.forward.logits_at(hidden, torch.tensor([columns], device=device))
+            confidence, candidates = logits.softmax(-1).max(-1)  # AR's token, then the masks'
+            tau = torch.tensor([self.tau], device=device)
             [num_passing] = passing_lengths(confidence, tau, "probability").tolist()
             accepted += candidates[0, 1:num_passing].tolist()
-        return [(accepted, held)]
+        return accepted, len(feed)
 
 
-def parse_arguments():
+def main() -> None:
     parser = Parser("The paper's Tables 5 and 6.")
     add = parser.add_argument
     add("--table5", action="store_true", help="AR, no cache, block caches and our cursor")
@@ -122,11 +129,6 @@ def parse_arguments():
     args = parser.parse_args()
     if not (args.table5 or args.table6):
         parser.error("choose --table5 or --table6")
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)

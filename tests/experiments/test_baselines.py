@@ -1,25 +1,21 @@
 """experiments/paper/baselines.py, held to versions that spell out who sees what."""
 
+import json
 import math
 import random
-from unittest import mock
+from types import SimpleNamespace
 
+import pytest
 import torch
-from common import EOS, MASK, cases, random_prompt, tiny_model, unpacked
+from commands import command, is_refused
+from common import EOS, MASK, ROOT, cases, random_prompt, tiny_model
 
-import train
 from decode import generate
-from experiments.paper.baselines import (
-    REPLACED,
-    diffuse,
-    diffusion_layout,
-    diffusion_length,
-    diffusion_states,
-    jacobi,
-    noise,
-    over_t,
-)
-from plumbing.data import Example
+from experiments.paper import baselines
+from experiments.paper.baselines import diffuse, jacobi, noise
+from model import load
+from plumbing.data import Example, encode
+from train import Forward, lay_out, losses
 
 
 def window_logits(model, text: list[int], prompt: int, window: list[int]) -> torch.Tensor:
@@ -28,7 +24,7 @@ def window_logits(model, text: list[int], prompt: int, window: list[int]) -> tor
     The text is causal up to the response and sees whole blocks after that. Who sees what is spelled
     out in loops.
     """
-    block_size = len(window) - 1
+    block = len(window) - 1
     before = len(text) - 1  # the window sees the text up to here, and all of itself
     ids = text + window
     pos = [*range(len(text)), *range(before, before + len(window))]
@@ -40,7 +36,7 @@ def window_logits(model, text: list[int], prompt: int, window: list[int]) -> tor
             elif q < prompt:
                 sees[q, k] = k <= q
             else:
-                block_end = prompt + ((q - prompt) // block_size + 1) * block_size
+                block_end = prompt + ((q - prompt) // block + 1) * block
                 sees[q, k] = k < min(block_end, len(text))
     hidden = model(torch.tensor([ids]), torch.tensor([pos]), sees[None, None])
     return model.logits(hidden[0, len(text) :])
@@ -54,39 +50,25 @@ def random_example(rng: random.Random) -> Example:
 
 @torch.inference_mode()
 def test_diffusion_trains_what_it_decodes():
-    """In the training layout every window gets what it would get after its text alone."""
+    """Every block's loss is that of a window after its text alone, with weight 1/t at its masks."""
     for seed in cases(15, 300):
         rng = random.Random(seed)
         model = tiny_model(rng)
-        block_size = rng.randint(1, 6)
-        examples = [random_example(rng) for _ in range(4)]
-        layouts = []
-        for doc, example in enumerate(examples):
-            layouts.append(diffusion_layout(example, block_size, MASK, 1.0, doc))
-            assert len(layouts[-1].tokens) == diffusion_length(example, block_size)
-        hidden = diffusion_states(model, unpacked(layouts))
-        num_weighted = 0
-        for example, layout, states in zip(examples, layouts, hidden):
-            num_padding = -example.targets % block_size
-            tokens = example.tokens + [EOS] * num_padding
-            t, masked = noise(example, len(tokens))
-            num_blocks = (len(tokens) - example.prompt) // block_size
-            first = len(layout.tokens) - num_blocks * (block_size + 1)
-            for start in range(example.prompt, len(tokens), block_size):
-                places = range(start, start + block_size)
-                window = tokens[start - 1 : start]
-                window += [MASK if masked[i] else tokens[i] for i in places]
-                expected = window_logits(model, tokens[:start], example.prompt, window)
-                part = slice(first, first + block_size + 1)
-                torch.testing.assert_close(model.logits(states[part]), expected)
-                weights = [1 / t if masked[i] else 0.0 for i in places] + [0.0]
-                torch.testing.assert_close(
-                    layout.noisy_weight[part].tolist(), weights, rtol=1e-6, atol=0
-                )
-                assert layout.target[part][:-1].tolist() == tokens[start : start + block_size]
-                num_weighted += sum(weight > 0 for weight in weights)
-                first += block_size + 1
-        assert num_weighted
+        args = SimpleNamespace(block=rng.randint(1, 6))
+        example = random_example(rng)
+        tokens = example.tokens + [EOS] * (-example.targets % args.block)
+        t, masked = noise(example, len(tokens))
+        expected = 0.0
+        for start in range(example.prompt, len(tokens), args.block):
+            window = tokens[start - 1 : start]
+            for place in range(start, start + args.block):
+                window.append(MASK if masked[place] else tokens[place])
+            logits = window_logits(model, tokens[:start], example.prompt, window)
+            for logprobs, place in zip(logits.log_softmax(-1), range(start, start + args.block)):
+                if masked[place]:
+                    expected -= logprobs[tokens[place]].item() / t
+        loss = baselines.diffusion_loss(model, example, args).item()
+        assert loss == pytest.approx(expected / example.targets, rel=1e-6)
 
 
 @torch.inference_mode()
@@ -127,30 +109,6 @@ def test_diffusion_by_hand():
     assert num_ended
 
 
-@torch.inference_mode()
-def naive_jacobi(model, prompt: list[int], num_guesses: int, max_new: int) -> list[int]:
-    """How many tokens each forward gives."""
-    new = []
-    guesses = []
-    accepted = []
-    while len(new) < max_new and EOS not in new:
-        ids = prompt + new + guesses
-        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], None)
-        first = len(ids) - len(guesses) - 1
-        predicted = model.logits(hidden[0, first:]).argmax(-1).tolist()
-        num_held = 0
-        while num_held < len(guesses) and guesses[num_held] == predicted[num_held]:
-            num_held += 1
-        tokens = predicted[: num_held + 1][: max_new - len(new)]
-        if EOS in tokens:
-            tokens = tokens[: tokens.index(EOS) + 1]
-        new += tokens
-        accepted.append(len(tokens))
-        guesses = predicted[num_held + 1 :]
-        guesses += predicted[-1:] * (num_guesses - len(guesses))
-    return accepted
-
-
 def test_jacobi_is_lossless():
     """And it gives more than one token per forward, where a text repeats itself."""
     num_tokens = 0
@@ -160,28 +118,33 @@ def test_jacobi_is_lossless():
         model = tiny_model(rng)
         prompts = [random_prompt(rng, rng.randint(1, 70)) for _ in range(5)]
         max_new = rng.randint(1, 40)
-        num_guesses = rng.randint(1, 9)
-        answers = [jacobi(model, prompt, num_guesses, max_new) for prompt in prompts]
-        expected = generate(model, prompts, tau=1.0, max_new=max_new)
-        assert [a.tokens for a in answers] == [a.tokens for a in expected]
-        for prompt, answer in zip(prompts, answers):
-            assert answer.accepted == naive_jacobi(model, prompt, num_guesses, max_new)
+        for prompt, expected in zip(prompts, generate(model, prompts, tau=1.0, max_new=max_new)):
+            answer = jacobi(model, prompt, rng.randint(1, 9), max_new)
+            assert answer.tokens == expected.tokens
+            assert jacobi(model, prompt, 0, max_new) == (expected.tokens, len(expected.tokens))
             num_tokens += len(answer.tokens)
             num_forwards += answer.forwards
     assert num_tokens > 1.2 * num_forwards
 
 
 def test_over_t_weights_whole_examples():
-    examples = [Example([5, 6, 7, n, EOS], 2) for n in range(2, 8)]
-    plain = train.target_weights(examples, "sequence")
-    for example, weight, weighted in zip(examples, plain, over_t(examples, "sequence")):
-        assert 1 <= weighted / weight <= 1000
-        assert math.isclose(weighted / weight, 1 / noise(example, 0)[0])
+    """The loss of MARS, with --ar-weight, over the example's t."""
+    for seed in cases(5, 100):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        model.config.block = 4
+        example = random_example(rng)
+        layout = lay_out(example, 4, MASK, 1 / example.targets)
+        noisy, clean = losses(model, Forward(*(field[None] for field in layout)))
+        for ar_weight in (0.0, 0.5):
+            args = SimpleNamespace(block=4, ar_weight=ar_weight)
+            expected = (noisy + ar_weight * clean) / noise(example, 0)[0]
+            found = baselines.over_t_loss(model, example, args).item()
+            assert found == pytest.approx(expected.item())
 
 
 def test_noise_differs_with_the_phase():
-    """Once every epoch masked the same tokens; and the padding after the end was always masked,
-    with weights of up to 1000, so that diffusion learnt mostly to end."""
+    """So an example is masked otherwise in another epoch. All places are masked equally often."""
     ts = set()
     num_masked = 0
     for phase in range(100):
@@ -192,20 +155,29 @@ def test_noise_differs_with_the_phase():
     assert 0.4 < num_masked / 5000 < 0.6
 
 
-def test_train_uses_what_a_baseline_replaces():
-    """If train.py called its functions by another way, a baseline would silently train MARS."""
-    rng = random.Random(0)
-    model = tiny_model(rng)
-    model.config.block = 4
-    examples = [random_example(rng) for _ in range(3)]
-    args = train.parse_arguments(["--data", "unused"])
+@pytest.mark.parametrize("name", baselines.LOSSES)
+def test_a_baseline_learns(tmp_path, name):
+    """It takes train.py's options; with --resume a complete run is left as it is."""
+    words = [name, "--model", ROOT / "toy/sft", "--data", ROOT / "toy/train.jsonl", "--steps", 12]
+    words += ["--batch", 4, "--lr", 1e-3, "--held-out", 0, "--resume", "--out", tmp_path / "out"]
+    assert command("experiments.paper.baselines", *words).status == 0
+    log = (tmp_path / "out/log.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in log.splitlines()] == list(range(1, 13))
+    total = {}
+    for model, chat in (load(str(ROOT / "toy/sft")), load(str(tmp_path / "out"))):
+        args = SimpleNamespace(block=4, ar_weight=1.0)
+        model.config.block = 4
+        rows = [json.loads(line) for line in open(ROOT / "toy/test.jsonl")][:10]
+        examples = [encode(row, chat, model.config.eos_token_id[0], 512) for row in rows]
+        losses = [baselines.LOSSES[name](model, each, args).item() for each in examples]
+        total[model] = sum(losses)
+    before, after = total.values()
+    assert after < 0.8 * before
+    assert command("experiments.paper.baselines", *words).status == 0
+    assert (tmp_path / "out/log.jsonl").read_text() == log
 
-    def noisy_loss():
-        batches = train.batches(examples, model.config, args)
-        return sum(train.losses(model, batch)[0].item() for batch in batches)
 
-    found = {noisy_loss()}
-    for functions in REPLACED.values():
-        with mock.patch.multiple(train, **functions):
-            found.add(noisy_loss())
-    assert len(found) == 1 + len(REPLACED)
+def test_what_a_baseline_needs():
+    assert is_refused(command("experiments.paper.baselines"), "usage: python -m ")
+    words = ("diffusion", "--model", ROOT / "toy/draft", "--data", ROOT / "toy/train.jsonl")
+    assert is_refused(command("experiments.paper.baselines", *words), "--steps: how many?")

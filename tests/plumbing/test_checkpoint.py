@@ -1,7 +1,6 @@
 """Directories of models: what loading refuses and accepts, and what a failed save leaves."""
 
 import json
-import os
 import stat
 
 import pytest
@@ -41,20 +40,15 @@ def edit_tensors(directory, change) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear'"),
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta is missing"),
         ({"hidden_size": "absent"}, "hidden_size is missing"),
-        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number from 1 to 16777216"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number from"),
+        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number above 0"),
+        ({"num_attention_heads": True}, "num_attention_heads True: must be a whole number"),
         ({"num_attention_heads": 3, "head_dim": "absent"}, "hidden_size must be a multiple of"),
-        ({"num_attention_heads": 16, "head_dim": "absent"}, "hidden_size must be a multiple of"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
         ({"rope_theta": "1e4", "rope_parameters": "absent"}, "rope_theta '1e4': must be a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
-        ({"block": -4}, "block -4: must be a whole number from 1 to 16777216"),
-        # Such numbers ran for 40 s and more, or ended in tracebacks:
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: must be .* 1 to 1000"),
-        ({"hidden_size": 10**18}, "hidden_size 1000000000000000000: must be .* to 16777216"),
-        ({"max_position_embeddings": 10**30}, "must be a whole number from 1 to 2147483648"),
-        ({"rope_theta": 10**400, "rope_parameters": "absent"}, "must be a number"),
+        ({"block": -4}, "block -4: must be a whole number above 0"),
         ({"head_dim": 3}, "head_dim 3: must be even"),
         ({"rope_parameters": "default"}, "config.json: "),
         ({"use_sliding_window": True, "layer_types": 3}, "config.json: "),
@@ -72,14 +66,6 @@ def test_configs_that_are_refused(checkpoint, changes, message):
         edit_config(checkpoint, rope_parameters="absent")
     edit_config(checkpoint, **changes)
     with pytest.raises(UserError, match=message):
-        load(str(checkpoint))
-
-
-@pytest.mark.parametrize("eos", [[], ["2"], "2", [9999], [-1]])
-def test_ends_that_could_not_end_a_turn(checkpoint, eos):
-    """Such a model would run on to the limit without a word."""
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(UserError, match="no tokens that could end a turn"):
         load(str(checkpoint))
 
 
@@ -125,16 +111,17 @@ def test_one_end_of_turn_or_several(checkpoint):
     generation.unlink()
     edit_config(checkpoint, eos_token_id=[2, 0])
     assert load(str(checkpoint))[0].config.eos_token_id == (2, 0)
-    edit_config(checkpoint, eos_token_id=None)
-    with pytest.raises(UserError, match="config.json: .*no tokens that could end a turn"):
-        load(str(checkpoint))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("ends", [640, [2, -1], [], "2", [[2]], True])
-def test_a_wrong_end_of_turn_is_told_of_its_own_file(checkpoint, ends):
-    """An error in generation_config.json was reported as one in config.json."""
-    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    with pytest.raises(UserError, match="generation_config.json: eos_token_id .* could end a turn"):
+def test_an_end_that_could_not_end_a_turn(checkpoint, name, ends):
+    """With such a model every answer would run on to its limit, without a word."""
+    content = json.loads((checkpoint / name).read_text())
+    (checkpoint / name).write_text(json.dumps(content | {"eos_token_id": ends}))
+    if name == "config.json":
+        (checkpoint / "generation_config.json").unlink()
+    with pytest.raises(UserError, match="eos_token_id .*no tokens that could end a turn"):
         load(str(checkpoint))
 
 
@@ -169,7 +156,7 @@ def test_weights_that_are_refused(checkpoint):
     "dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
 )
 def test_weights_that_are_quantized(checkpoint, dtype):
-    """Their codes were taken for the weights, without a word: the answers were noise."""
+    """Their codes are not taken for weights."""
     name = "model.layers.0.mlp.up_proj.weight"
 
     def quantize(tensors):
@@ -184,31 +171,6 @@ def test_weights_that_are_quantized(checkpoint, dtype):
         load(str(checkpoint))
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "model.safetensors", "shard.safetensors"]
-)
-def test_a_pipe_in_place_of_a_file(checkpoint, name):
-    """Opening one waited for ever for somebody to write into it."""
-    if name == "shard.safetensors":
-        (checkpoint / "model.safetensors").unlink()
-        index = {"weight_map": {"model.norm.weight": name}}
-        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    (checkpoint / name).unlink(missing_ok=True)
-    os.mkfifo(checkpoint / name)
-    with pytest.raises(UserError, match=f"{name}: not an ordinary file"):
-        load(str(checkpoint))
-
-
-@pytest.mark.parametrize("name", ["\ud83d", "a\0b", "", "../m/shard.safetensors", "/dev/zero"])
-def test_shards_that_are_no_names_of_files(checkpoint, name):
-    """Half of a surrogate pair was a UnicodeEncodeError; others could name files anywhere."""
-    (checkpoint / "model.safetensors").unlink()
-    index = {"weight_map": {"model.norm.weight": name}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="index.json: .* is not the name of a file next to it"):
-        load(str(checkpoint))
-
-
 def test_a_name_that_is_neither_directory_nor_hub_id():
     with pytest.raises(UserError, match="no such directory, and not a hub id"):
         load("no/such/directory")
@@ -220,10 +182,7 @@ def test_a_name_that_is_neither_directory_nor_hub_id():
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
-    """Disk full in the middle of the weights: all old files whole, of one save, nothing else left.
-
-    The config once was replaced before the weights were written: a new one with old weights.
-    """
+    """Disk full in the middle of the weights: all old files are whole, and nothing else is left."""
     model, chat = load(str(checkpoint))
     model.config.block = 99
     chat.template = "changed"
@@ -241,10 +200,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 3.4e38])
 def test_weights_that_nobody_could_load_are_not_saved(checkpoint, number):
-    """After a last step of training that exploded, the model was written, with status 0.
-
-    3.4e38 is finite, but not in bfloat16.
-    """
+    """After a step of training that exploded. (3.4e38 is finite, but not in bfloat16.)"""
     model, chat = load(str(checkpoint))
     before = {path: path.read_bytes() for path in checkpoint.iterdir()}
     model.model.norm.weight[0] = number

@@ -7,16 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from common import ROOT
-from training import arguments, write
+from training import write
 
-from model import load
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example, Unusable, encode
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile
-from train import forwards, losses
 
 EOS = 2  # of the toy tokenizer
 
@@ -48,12 +45,13 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
         rows[1]
 
 
-def test_a_pipe_is_refused(tmp_path):
-    """Rows are read in any order. Without a writer, opening a pipe waited for ever."""
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(UserError, match=f"{path}: not an ordinary file"):
-            JsonlFile(path)
+def test_a_pipe_is_refused():
+    """As in `--data <(zcat rows.jsonl.gz)`: rows are read in any order."""
+    reader, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(UserError, match="a pipe, but rows are read in any order"):
+        JsonlFile(Path(f"/dev/fd/{reader}"))
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
@@ -92,29 +90,18 @@ def test_the_last_assistant_turn_is_trained(chat):
 
 
 def test_a_cut_response_has_no_end_of_turn_target(chat):
+    """Cut here, or where it was made (by max_new): or a model would learn to stop in a sentence."""
     row = {"prompt": "How many?", "response": "So Mia has 12 plums now."}
     whole = encode(row, chat, EOS, 512)
     cut = encode(row, chat, EOS, len(whole.tokens) - 1)
+    assert whole.tokens[-1] == EOS
     assert cut.tokens == whole.tokens[:-1] and EOS not in response(cut)
-
-
-def test_an_answer_that_ran_out_of_room_has_no_end_of_turn_target(chat):
-    """Training on a model's own answers once taught it to stop in the middle of a sentence.
-
-    Rows whose finish_reason is "length" were cut at max_new: an end of turn after them is wrong.
-    """
-    row = {"prompt": "How many?", "response": "So Mia has 12"}
-    stopped = encode({**row, "finish_reason": "stop"}, chat, EOS, 512)
-    cut = encode({**row, "finish_reason": "length"}, chat, EOS, 512)
-    assert stopped == encode(row, chat, EOS, 512) and stopped.tokens[-1] == EOS
-    assert cut.tokens == stopped.tokens[:-1] and cut.prompt == stopped.prompt
+    assert encode({**row, "finish_reason": "stop"}, chat, EOS, 512) == whole
+    assert encode({**row, "finish_reason": "length"}, chat, EOS, 512) == cut
 
 
 def test_an_answered_conversation_is_trained(chat):
-    """{"messages": [..., user], "response": ...}, as apps.batch writes, was once unusable.
-
-    With an assistant's turn in the messages, that older turn was trained instead of the response.
-    """
+    """{"messages": [..., user], "response": ...}, as apps.batch writes: the response is trained."""
     user = {"role": "user", "content": "the user"}
     assistant = {"role": "assistant", "content": "the assistant"}
     reply = {"role": "assistant", "content": "So Mia has 12 plums."}
@@ -130,6 +117,8 @@ def test_unusable_rows_say_why(chat):
     for row, reason in (
         ({"text": "Hi"}, "neither messages nor prompt and response"),
         ({"messages": ["Hi"]}, "neither messages"),
+        ({"messages": "user: ?"}, "neither messages"),
+        ({"prompt": ["?"], "response": "!"}, "content that is not text"),
         ({"prompt": "Hi"}, "neither messages nor prompt and response"),
         ({"prompt": "Hi", "response": None}, "content that is not text"),
         ({"prompt": "Hi", "response": ""}, "an empty response"),
@@ -147,15 +136,10 @@ def test_unusable_rows_say_why(chat):
             encode(row, chat, EOS, 512)
 
 
-@pytest.mark.parametrize("field", ["prompt", "response"])
-def test_a_huge_row_is_not_tokenized_whole(chat, monkeypatch, field):
-    """A row of 20 MB once took 43 seconds, of which all but the first 512 tokens were thrown away.
-
-    What the tokenizer is given is counted here, and the tokens that are kept are the same.
-    """
+def test_a_huge_row_is_not_tokenized_whole(chat, monkeypatch):
+    """Of 20 MB only the start is given to the tokenizer; the tokens that are kept are the same."""
     text = "So Mia has 12 plums now. " * 800_000
-    part = text[:4000]  # more than 512 tokens
-    short = {"prompt": "How many?", "response": "So Mia"}
+    expected = encode({"prompt": "?", "response": text[:4000]}, chat, EOS, 512)
     given = []
     plain = Chat.encode
 
@@ -163,16 +147,11 @@ def test_a_huge_row_is_not_tokenized_whole(chat, monkeypatch, field):
         given.append(len(text))
         return plain(self, text)
 
-    expected = None
-    if field == "response":
-        expected = encode({**short, "response": part}, chat, EOS, 512)
     monkeypatch.setattr(Chat, "encode", counted)
-    if field == "response":
-        assert encode({**short, "response": text}, chat, EOS, 512) == expected
-    else:
-        with pytest.raises(Unusable, match="prompt of .* tokens or more"):
-            encode({**short, "prompt": text}, chat, EOS, 512)
-    assert sum(given) < 100_000
+    assert encode({"prompt": "?", "response": text}, chat, EOS, 512) == expected
+    with pytest.raises(Unusable, match="prompt of .* tokens or more"):
+        encode({"prompt": text, "response": "?"}, chat, EOS, 512)
+    assert sum(given) < 200_000
 
 
 @pytest.mark.parametrize("characters_per_token", [1, 64])
@@ -203,17 +182,7 @@ def test_every_kind_of_row_there_is(chat, tmp_path):
         {"messages": [{"role": "system", "content": ""}, ask, {"role": "assistant"}]},
     ]
     fine[-1]["messages"][-1] |= {"content": "Yes", "function_calls": None, "functions": None}
-    bad = [
-        {"messages": [ask, {"role": "assistant", "content": None, "function_calls": "f()"}]},
-        {"messages": [{"role": "environment", "content": "{}"}]},
-        {"messages": [{"role": "user"}, {"role": "assistant", "content": "!"}]},
-        {"messages": "user: ?"},
-        {"messages": None},
-        {"prompt": "x" * 100_000, "response": "!"},
-        {"prompt": ["?"], "response": "!"},
-        {"prompt": "?", "response": "!<|im_end|>!"},
-        {},
-    ]
+    bad = [{"messages": None}, {"prompt": "?", "response": "!<|im_end|>!"}, {}]
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(fine + bad)]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
@@ -228,10 +197,6 @@ def test_every_kind_of_row_there_is(chat, tmp_path):
         assert trained
         found -= trained
     assert not found
-    model = load(str(ROOT / "toy/draft"))[0]
-    with torch.no_grad():
-        both = [losses(model, batch) for batch in forwards(examples, model.config, arguments())]
-    assert all(noisy.isfinite() and clean.isfinite() for noisy, clean in both)
 
 
 def test_a_turn_that_the_template_drops(chat, tmp_path):
@@ -274,7 +239,7 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_a_file_without_a_usable_row_stops(chat, tmp_path, count):
-    """With held-out rows among the skipped ones, the run once looked for a usable row forever."""
+    """Also if held-out rows are among the skipped ones: nobody looks for one forever."""
     rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * count)
     with pytest.raises(UserError, match=f"no usable row: {count} neither messages"):
         Dataset(rows, chat, EOS, phases=1, max_length=512, seed=0, held_out=64)

@@ -25,49 +25,40 @@ class Hub(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.server.asked.append(path)
-        is_known = "/org/name/" in path
         is_allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if not is_known:
-            self.refuse(HEADERS["private"])
+        if "/org/name/" not in path:
+            self.answer(401, b"{}", {"X-Error-Code": HEADERS["private"]})
         elif self.server.access and not is_allowed:
-            self.refuse(HEADERS[self.server.access])
+            status = 403 if self.server.access == "gated" else 401
+            self.answer(status, b"{}", {"X-Error-Code": HEADERS[self.server.access]})
         else:
             self.serve(path)
 
+    do_HEAD = do_GET
+
     def serve(self, path: str) -> None:
         directory = self.server.directory
-        files = {}
-        for file in directory.rglob("*"):
-            if file.is_file():
-                files[str(file.relative_to(directory))] = file
+        files = [file for file in directory.rglob("*") if file.is_file()]
+        names = [str(file.relative_to(directory)) for file in files]
         if path.startswith("/api/models/org/name/revision/"):
-            siblings = [{"rfilename": name} for name in files]
-            self.answer(200, {"id": "org/name", "sha": COMMIT, "siblings": siblings})
+            siblings = [{"rfilename": name} for name in names]
+            content = {"id": "org/name", "sha": COMMIT, "siblings": siblings}
+            self.answer(200, json.dumps(content).encode())
         elif path.startswith("/api/models/org/name/tree/"):
             entries = []
-            for name, file in files.items():
+            for name, file in zip(names, files):
                 size = file.stat().st_size
                 entries.append({"type": "file", "oid": "0" * 40, "path": name, "size": size})
-            self.answer(200, entries)
+            self.answer(200, json.dumps(entries).encode())
         else:
-            content = files[path.partition(f"/resolve/{COMMIT}/")[2]].read_bytes()
+            content = (directory / path.partition(f"/resolve/{COMMIT}/")[2]).read_bytes()
             tag = f'"{hashlib.sha1(content).hexdigest()}"'
             self.answer(200, content, {"ETag": tag, "X-Repo-Commit": COMMIT})
 
-    def refuse(self, error: str) -> None:
-        status = 403 if error == "GatedRepo" else 401
-        self.answer(status, b"{}", {"X-Error-Code": error})
-
-    def answer(
-        self, status: int, content: bytes | dict | list, headers: dict | None = None
-    ) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
