@@ -160,16 +160,11 @@ def test_cancelling(way):
         for index, sequence in enumerate(sequences):
             if sequence is not running and sequence not in waiting:
                 assert outcome(sequence) == outcome(alone(model, prompts[index], index, **options))
-
-
-def test_a_decoder_whose_sequences_are_all_cancelled_takes_new_ones():
-    model = endless_model()
-    decoder = Decoder(model, Options(max_new=9), rows=2, longest=30)
-    cancelled = [decoder.add([2, 3]) for _ in range(4)]
-    decoder.step()
-    for sequence in cancelled:
-        sequence.done = True
-    assert decoder.step() == []
-    sequence = decoder.add([2, 3, 4])
-    list(decoder)
-    assert outcome(sequence) == by_hand(model, [2, 3, 4], tau=0.95, max_new=9)
+        cancelled = [decoder.add(prompt) for prompt in prompts]
+        decoder.step()
+        for sequence in cancelled:
+            sequence.done = True
+        assert decoder.step() == []
+        last = decoder.add(prompts[0])  # a decoder whose sequences are all cancelled takes new ones
+        list(decoder)
+        assert outcome(last) == outcome(alone(model, prompts[0], last.index, **options))

@@ -123,25 +123,6 @@ def test_a_full_block_waits_while_another_is_open():
     assert cache.rows_that_wait({1: 7, 2: 2}) == set()
 
 
-def test_blocks_are_counted_from_the_end_of_the_prompt():
-    """Whatever the row keeps of it; a new text begins new blocks. Rows count for themselves."""
-    cache = block_cache(rows=3, size=5)
-    cache.begin(1, prompt_length=7)
-    cache.begin(2, prompt_length=3)
-    cache.reserve(9, slice(1, 3))
-    cache.commit([7, 3])
-    cache.reserve(8)
-    cache.commit([0, 7, 4])
-    assert cache.lengths == [0, 12, 3]  # of 14 tokens 7 + 5 are in full blocks
-    cache.begin(1, num_kept=9, prompt_length=11)
-    cache.reserve(6, slice(1, 2))
-    cache.commit([2])  # the rest of the prompt
-    assert cache.lengths == [0, 11, 3] and cache.room(1, 12) == 4
-    cache.reserve(12, slice(1, 2))
-    cache.commit([11])
-    assert cache.lengths == [0, 21, 3]
-
-
 def test_the_span_is_the_longest_row_rounded_up():
     """Few shapes for the kernels; a row that is not reserved does not count."""
     config = tiny_model(random.Random(0)).config

@@ -35,14 +35,6 @@ def test_the_feed_of_the_drawing():
     assert pos == (3, 3, 4, 4, 5) and prefix == (4, 3, 3, 4, 4)
 
 
-def test_useful_masks_of_the_drawing():
-    """The one in lossless.py, B = 4: x at 0, g1, g2, and three groups; g1 holds."""
-    state = State(guesses=[5, 6], groups=[0, 1, 2])
-    assert list(state.useful_masks(held=1, block=4)) == [7, 8, 9, 10]  # the masks that saw g1
-    state.groups = [0, 2]  # without that group the one that saw less, from its second mask on
-    assert list(state.useful_masks(held=1, block=4)) == [4, 5, 6]
-
-
 def test_useful_masks_stand_after_what_holds():
     """In the places of the first open tokens; they saw the most guesses, all of which hold."""
     for seed in cases(25, 200):

@@ -247,9 +247,8 @@ def test_bfloat16_is_of_the_arithmetic_only(tmp_path):
     assert 0 < abs(clean[0] - clean[1]) < 0.05
 
 
-@pytest.fixture
-def order_of(tmp_path, monkeypatch):
-    """Of a run with these options: the order of the rows, the phases, and a sum of the weights."""
+def test_what_the_seed_and_the_phase_of_blocks_decide(tmp_path, monkeypatch):
+    """The seed: the order of the rows, the phases, new weights. A fixed phase is the paper's."""
     rows = [{"prompt": "?", "response": str(i)} for i in range(30)]
     data = write(tmp_path / "d.jsonl", rows).path
     found = []
@@ -260,24 +259,13 @@ def order_of(tmp_path, monkeypatch):
         phases = [example.phase for example in examples]
         found.append((order, phases, model.head.sum().item()))
 
-    def run(*words: object) -> tuple:
+    monkeypatch.setattr(train, "train", no_training)
+    for words in (("--seed", 0), ("--seed", 7), ("--seed", 7), ("--block-phase", "fixed")):
         common = ("--data", data, "--model", ROOT / "toy/base", "--from-scratch")
         assert run_train(*common, "--out", tmp_path / "out", *words).status == 0
-        return found.pop()
-
-    monkeypatch.setattr(train, "train", no_training)
-    return run
-
-
-def test_a_fixed_phase_is_the_papers_grid(order_of):
-    _, fixed, _ = order_of("--block-phase", "fixed")
-    _, moving, _ = order_of("--block-phase", "random")
-    assert set(fixed) == {0} and set(moving) == {0, 1, 2, 3}
-
-
-def test_the_seed_is_of_the_order_the_phases_and_new_weights(order_of):
-    first, second, third = [order_of("--seed", seed) for seed in (0, 7, 7)]
+    first, second, third, (_, fixed_phases, _) = found
     assert all(one != other for one, other in zip(first, second)) and second == third
+    assert set(first[1]) == {0, 1, 2, 3} and set(fixed_phases) == {0}
 
 
 def test_learning_rate():
