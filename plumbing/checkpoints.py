@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from .errors import failure_as
 from .files import atomic_write, read_json, write_json
 from .processes import leads, together
 
@@ -75,6 +76,8 @@ class Checkpoints:
         """Load the newest checkpoint, in place."""
         path = self.paths()[-1]
         with together(f"{path}: {DAMAGED}"):
+            with failure_as(f"{path}: {DAMAGED}"):  # dcp.load would print a traceback, and go on
+                dcp.FileSystemReader(path).read_metadata()
             state = tensors_of(model, optimizer)
             dcp.load(state, checkpoint_id=path)
             optimizer_state = {
