@@ -294,7 +294,7 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     """Both stages on one sentence, from random weights: MARS learns to give it in few forwards."""
     row = {"prompt": "How many?", "response": "So Mia has 12 plums now. The answer is 12."}
     data = write(tmp_path / "data.jsonl", 20 * [row]).path
-    common = ("--data", data, "--batch", 4, "--steps", 60, "--lr", 3e-3, "--held-out", 2)
+    common = ("--data", data, "--batch", 2, "--steps", 60, "--lr", 3e-3, "--held-out", 2)
     sft = tmp_path / "sft"
     mars = tmp_path / "mars"
     for words in (
