@@ -74,11 +74,15 @@ def prompt_length(rng: random.Random) -> int:
     return rng.choice([1, 2, 63, 64, 65, rng.randint(3, 90)])
 
 
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
 def toy_prompts(chat: Chat) -> list[list[int]]:
     """The problems of toy/test.jsonl as token ids."""
     prompts = []
-    for line in (ROOT / "toy/test.jsonl").read_text().splitlines():
-        turn = {"role": "user", "content": json.loads(line)["prompt"]}
+    for row in rows_of(ROOT / "toy/test.jsonl"):
+        turn = {"role": "user", "content": row["prompt"]}
         prompts.append(chat.encode(chat.prompt([turn])))
     return prompts
 
@@ -92,7 +96,7 @@ def save_model(model: Qwen2, chat: Chat, directory: Path, dtype=torch.bfloat16) 
     save(directory, config_json(model.config), chat, model.state_dict(), dtype)
 
 
-def unpacked(layouts: list[Streams]) -> Forward:
+def unpacked(examples: list[Streams]) -> Forward:
     """A row for each example."""
-    width = max(len(layout.tokens) for layout in layouts)
-    return Forward(*collate([[layout] for layout in layouts], width, PADDING))
+    width = max(len(streams.tokens) for streams in examples)
+    return Forward(*collate([[streams] for streams in examples], width, PADDING))

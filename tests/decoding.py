@@ -55,6 +55,15 @@ def decode_each(model: Qwen2, prompts, taus, rows=8, **options) -> list[Sequence
     return sequences
 
 
+def alone(model: Qwen2, prompt: list[int], index=0, **options) -> Sequence:
+    """The only sequence of a decoder."""
+    options = Options(**options)
+    decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
+    sequence = decoder.add(prompt, index=index)
+    list(decoder)
+    return sequence
+
+
 def outcome(sequence: Sequence) -> tuple[list[int], list[int]]:
     """What `by_hand` returns: token for token and forward for forward."""
     return sequence.tokens, sequence.accepted

@@ -3,115 +3,95 @@
 import random
 
 import pytest
-from common import cases, endless_model, random_prompt, tiny_model
-from decoding import by_hand, decode_each, outcome
+from common import MASK, cases, endless_model, random_prompt, tiny_model
+from decoding import alone, by_hand, decode_each, outcome
 
 from decode import Decoder, Options, Sequence, generate
 from plumbing.errors import UserError
 
 WAYS = [{}, {"block_cache": 4}, {"verify": True, "groups": 3}, {"temperature": 1.0}]
 
-
-def alone(model, prompt: list[int], index: int, **options) -> tuple[list[int], list[int]]:
-    """The outcome of a sequence that is the only one."""
-    options = Options(**options)
-    decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
-    sequence = decoder.add(prompt, index=index)
-    list(decoder)
-    return outcome(sequence)
+BAD_REQUESTS = [
+    ([2] * 45, {}, "45 tokens and up to 20 new ones exceed the 64"),
+    ([2] * 300, {}, "300 tokens and up to 20 new ones exceed the 64"),
+    ([5.0], {}, "must be a list of token ids"),
+    (["a"], {}, "must be a list of token ids"),
+    ([2], {"max_new": 0}, "max_new 0: must be a whole number, at least 1"),
+    ([2], {"max_new": float("nan")}, "max_new nan: must be a whole number"),
+    ([2], {"max_new": "5"}, "max_new '5': must be a whole number"),
+    ([2], {"tau": 1.5}, "tau"),
+    ([2], {"tau": "0.5"}, "tau"),
+    ([2], {"tau": [0.5]}, "tau"),
+]
 
 
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_prompt_that_is_too_long_is_refused_and_the_others_go_on(way):
-    """It was accepted. At its turn the cache had no room for it, and every later step raised the
-    same error: no other client's answer ever ended. (Nor does it take an index, the dice of the
-    next one.)"""
+def test_a_bad_request_is_refused_and_the_others_go_on(way):
+    """It never waits for a row, nor does it take an index, the dice of the next one."""
     model = tiny_model(random.Random(5))
     options = {"max_new": 20} | way
     prompts = [random_prompt(random.Random(i), length) for i, length in enumerate([9, 44, 3, 20])]
     decoder = Decoder(model, Options(**options), rows=2, longest=64)
     running = [decoder.add(prompt) for prompt in prompts[:2]]
     decoder.step()
-    for length in (45, 64, 65, 300):
-        with pytest.raises(UserError, match=f"{length} tokens and up to 20 new ones exceed the 64"):
-            decoder.add([2] * length)
+    for prompt, request, message in BAD_REQUESTS:
+        with pytest.raises(UserError, match=message):
+            decoder.add(prompt, **request)
+    if "verify" in way:
+        with pytest.raises(UserError, match="verify takes no tau"):
+            decoder.add([2], tau=0.9)
     running += [decoder.add(prompt) for prompt in prompts[2:]]
     list(decoder)
     for index, (prompt, sequence) in enumerate(zip(prompts, running)):
-        assert outcome(sequence) == alone(model, prompt, index, **options)
+        assert outcome(sequence) == outcome(alone(model, prompt, index, **options))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_what_just_fits_runs_to_its_end(way):
+@pytest.mark.parametrize("way", [*WAYS, {"block_cache": 64}], ids=str)
+def test_what_just_fits_runs_to_its_end(way, monkeypatch):
     """In rows that are all as long as the decoder was made for, however wide their feeds are."""
+    monkeypatch.setattr("decode.span_unit", lambda *_: 1)  # no room because of rounding
     model = endless_model()
-    decoder = Decoder(model, Options(max_new=70, block=8, **way), rows=3, longest=64)
-    sequences = [decoder.add([2] * (64 - max_new), max_new=max_new) for max_new in (1, 30, 63, 31)]
-    list(decoder)
-    assert [len(sequence.text) for sequence in sequences] == [64] * 4
-
-
-@pytest.mark.parametrize("max_new", [0, -1])
-def test_a_sequence_has_room_for_a_token(max_new):
-    """Less than one new token was taken for the default, or the sequence never ended."""
-    decoder = Decoder(endless_model(), Options(), rows=1, longest=300)
-    with pytest.raises(UserError, match=f"max_new {max_new}: must be a whole number, at least 1"):
-        decoder.add([2], max_new=max_new)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(
-    "prompt, request_options",
-    [
-        ([5.0], {}),  # every later forward failed: embeddings take no floats
-        (["a"], {}),
-        ([2], {"max_new": float("nan")}),  # json.loads gives it; the sequence never ended
-        ([2], {"max_new": 1.5}),
-        ([2], {"max_new": "5"}),
-        ([2], {"tau": "0.5"}),
-        ([2], {"tau": [0.5]}),
-    ],
-)
-def test_a_request_of_a_wrong_kind_is_refused_and_the_others_go_on(prompt, request_options, way):
-    """Some were accepted and stopped the decoder for all; others were a TypeError in `add`."""
-    model = tiny_model(random.Random(5))
-    decoder = Decoder(model, Options(max_new=9, **way), rows=2, longest=64)
-    running = decoder.add([3, 4])
-    decoder.step()
-    with pytest.raises(UserError):
-        decoder.add(prompt, **request_options)
-    list(decoder)
-    assert outcome(running) == alone(model, [3, 4], 0, max_new=9, **way)
+    for most in (4, 64):  # an answer may be longer than the options say
+        options = Options(max_new=most, block=8, **way)
+        decoder = Decoder(model, options, rows=3, longest=64)
+        answers = [1, 30, 63, 31, 55, 4, 4, 4]
+        sequences = [decoder.add([2] * (64 - max_new), max_new=max_new) for max_new in answers]
+        list(decoder)
+        assert [len(sequence.tokens) for sequence in sequences] == answers
 
 
 def interrupted(*_) -> None:
     raise KeyboardInterrupt
 
 
+def endless(rng: random.Random):
+    """Texts end at max_new only."""
+    model = tiny_model(rng)
+    model.config.eos_token_id = (MASK,)
+    return model
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("moment", ["take", "commit"])
 def test_an_interrupted_step_loses_no_token(moment, way, monkeypatch):
-    """Ctrl-C after `commit` and before `take`: the cache went on, the text did not."""
+    """After Ctrl-C the cache has not gone on without the text, nor the text without the cache."""
     for seed in cases(3, 30):
         rng = random.Random(seed)
-        model = tiny_model(rng)
-        model.config.eos_token_id = (1,)  # the mask: texts end at max_new only
+        model = endless(rng)
         prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(2)]
         decoder = Decoder(model, Options(max_new=40, **way), rows=2, longest=64)
         sequences = [decoder.add(prompt) for prompt in prompts]
         for _ in range(rng.randint(1, 3)):
             decoder.step()
         with monkeypatch.context() as patch:
-            patch.setattr(
-                Sequence if moment == "take" else type(decoder.cache), moment, interrupted
-            )
+            owner = Sequence if moment == "take" else type(decoder.cache)
+            patch.setattr(owner, moment, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 decoder.step()
         list(decoder)
         for index, (prompt, sequence) in enumerate(zip(prompts, sequences)):
-            tokens, _ = alone(model, prompt, index, max_new=40, **way)
-            assert sequence.tokens == tokens
+            assert sequence.tokens == alone(model, prompt, index, max_new=40, **way).tokens
 
 
 def raising(waiting: int) -> float:
@@ -124,12 +104,10 @@ NONSENSE = [raising, lambda _: "high", lambda _: None, lambda _: 7.0, lambda _: 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 @pytest.mark.parametrize("block_cache", [None, 4])
 def test_a_tau_that_goes_wrong_midway_ends_its_own_sequence_only(nonsense, block_cache):
-    """It ended the decoder, and with it everybody's answer. What came before stays; the row goes
-    to the next prompt."""
+    """What came before stays; the row goes to the next prompt."""
     for seed in cases(4, 40):
         rng = random.Random(seed)
-        model = tiny_model(rng)
-        model.config.eos_token_id = (1,)  # the mask: texts end at max_new only
+        model = endless(rng)
         options = {"tau": 0.3, "max_new": 20, "block_cache": block_cache}
         prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(5)]
         num_good = rng.randint(0, 2)
@@ -157,13 +135,6 @@ def test_generate_raises_what_ended_a_sequence():
         generate(endless_model(), [[2], [3]], tau=raising, max_new=5)
 
 
-def test_an_impossible_tau_is_refused_where_it_is_given():
-    decoder = Decoder(endless_model(), Options(), rows=1, longest=300)
-    with pytest.raises(UserError, match="tau 1.5: must be between 0 and 1"):
-        decoder.add([2], tau=1.5)
-    assert not decoder.scheduler.waiting and decoder.step() == []
-
-
 @pytest.mark.usefixtures("without_lookup")
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_cancelling(way):
@@ -171,18 +142,15 @@ def test_cancelling(way):
     to the next. What waits and is cancelled costs no forward."""
     for seed in cases(4, 40):
         rng = random.Random(seed)
-        model = tiny_model(rng)
-        model.config.eos_token_id = (1,)
+        model = endless(rng)
         options = {"max_new": 20} | way
         prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(6)]
         decoder = Decoder(model, Options(**options), rows=2, longest=40)
         sequences = [decoder.add(prompt) for prompt in prompts]
         for _ in range(rng.randint(1, 3)):
             decoder.step()
-        running = rng.choice(
-            [sequence for sequence in decoder.scheduler.sequences if not sequence.done]
-        )
-        waiting = rng.sample(list(decoder.scheduler.waiting), 2)
+        running = rng.choice([sequence for sequence in sequences[:2] if not sequence.done])
+        waiting = rng.sample(sequences[2:], 2)
         length = len(running.text)
         for sequence in (running, *waiting):
             sequence.done = True
@@ -191,30 +159,12 @@ def test_cancelling(way):
         assert [sequence.forwards for sequence in waiting] == [0, 0]
         for index, sequence in enumerate(sequences):
             if sequence is not running and sequence not in waiting:
-                assert outcome(sequence) == alone(model, prompts[index], index, **options)
-
-
-def test_a_decoder_whose_sequences_are_all_cancelled_takes_new_ones():
-    model = endless_model()
-    decoder = Decoder(model, Options(max_new=9), rows=2, longest=30)
-    cancelled = [decoder.add([2, 3]) for _ in range(4)]
-    decoder.step()
-    for sequence in cancelled:
-        sequence.done = True
-    assert decoder.step() == [] and decoder.step() == []
-    sequence = decoder.add([2, 3, 4])
-    list(decoder)
-    assert outcome(sequence) == by_hand(model, [2, 3, 4], tau=0.95, max_new=9)
-
-
-def test_an_answer_longer_than_the_options_in_cache_blocks(monkeypatch):
-    """The cache had room for open blocks of the options' max_new. A longer answer's block made the
-    feed so wide that the row of a long prompt beside it overflowed."""
-    monkeypatch.setattr("decode.span_unit", lambda *_: 1)  # no room because of rounding
-    options = Options(tau=0, block=3, block_cache=64, max_new=4)
-    decoder = Decoder(endless_model(), options, rows=2, longest=64)
-    long_answer = decoder.add([2] * 9, max_new=55)
-    long_prompts = [decoder.add([3] * 60, tau=1) for _ in range(30)]
-    list(decoder)
-    assert len(long_answer.tokens) == 55
-    assert {len(sequence.tokens) for sequence in long_prompts} == {4}
+                assert outcome(sequence) == outcome(alone(model, prompts[index], index, **options))
+        cancelled = [decoder.add(prompt) for prompt in prompts]
+        decoder.step()
+        for sequence in cancelled:
+            sequence.done = True
+        assert decoder.step() == []
+        last = decoder.add(prompts[0])  # a decoder whose sequences are all cancelled takes new ones
+        list(decoder)
+        assert outcome(last) == outcome(alone(model, prompts[0], last.index, **options))

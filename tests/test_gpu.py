@@ -1,26 +1,19 @@
 """The same on a GPU as on a CPU; skipped where there is none."""
 
-import json
-import sys
-
 import pytest
 import torch
-from common import ROOT, toy_prompts
+from common import ROOT, rows_of, toy_prompts
+from training import arguments, log, run_train, whole_step
 
 import train
 from decode import generate
-from model import load, visible
-from plumbing import attention, data
+from model import load
+from plumbing import data
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-
-
-def rows_of(name: str, count: int) -> list[dict]:
-    lines = (ROOT / "toy" / name).read_text().splitlines()
-    return [json.loads(line) for line in lines[:count]]
 
 
 @pytest.mark.parametrize(
@@ -43,56 +36,35 @@ def test_bfloat16_solves_problems_several_tokens_at_a_time():
     assert model.device.type == "cuda" and model.dtype == torch.bfloat16
     results = generate(model, toy_prompts(chat)[:32], rows=8, tau=0.95)
     num_right = 0
-    for result, row in zip(results, rows_of("test.jsonl", 32)):
+    for result, row in zip(results, rows_of(ROOT / "toy/test.jsonl")):
         if chat.decode(result.tokens).endswith(f" {row['answer']}."):
             num_right += 1
     assert num_right >= 28
     assert sum(len(r.tokens) for r in results) / sum(r.forwards for r in results) > 2
 
 
-def test_flex_attention_is_the_dense_mask():
+def test_flex_attention_is_the_dense_mask(monkeypatch):
     """Packed rows of two streams: the same losses and the same gradient, in float32."""
     model, chat = load(str(ROOT / "toy/mars"), "cuda")
     model.requires_grad_()
-    examples = [data.encode(row, chat, 2, 512) for row in rows_of("train.jsonl", 40)]
-    args = train.parse_arguments(["--data", "none", "--batch-tokens", "1024"])
-    packed = train.forwards(
-        examples, model.config, args, train.packed_width(model, args.max_length)
-    )
-
-    def with_flex(batch: train.Forward) -> torch.Tensor:
-        mask = attention.block_mask(visible, batch.pos, batch.prefix, batch.doc)
-        return model(batch.tokens, batch.pos, mask, kernel=attention.attend_flex)
-
-    def with_dense_mask(batch: train.Forward) -> torch.Tensor:
-        return model(batch.tokens, batch.pos, train.dense_mask(batch))
-
-    found = []
-    for hidden_states in (with_flex, with_dense_mask):
-        numbers = []
-        model.zero_grad()
-        for batch in packed:
-            batch = batch.to(model.device)
-            is_noisy = batch.noisy_weight > 0
-            logits = model.logits(hidden_states(batch)[is_noisy])
-            target = batch.target[is_noisy]
-            loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
-            loss.backward()
-            numbers.append(loss.detach().reshape(1))
-        numbers += [weight.grad.flatten() for weight in model.parameters()]
-        found.append(torch.cat(numbers))
-    ours, theirs = found
-    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    rows = rows_of(ROOT / "toy/train.jsonl")[:40]
+    examples = [data.encode(row, chat, 2, 512) for row in rows]
+    args = arguments("--batch-tokens", 1024)
+    width = train.packed_width(model, args.max_length)
+    with_flex = whole_step(model, examples, args, width=width)
+    monkeypatch.setattr(train, "can_use_flex", lambda *_: False)
+    dense = whole_step(model, examples, args, width=width)
+    assert (with_flex - dense).abs().max() < 1e-5 * dense.abs().max()
 
 
-def test_training_runs_and_saves(tmp_path, monkeypatch):
+def test_training_runs_and_saves(tmp_path):
     """In bfloat16 autocast, the default on a GPU, with float32 weights."""
     torch._dynamo.utils.counters.clear()
     words = ["--model", ROOT / "toy/sft", "--data", ROOT / "toy/train.jsonl", "--out", tmp_path]
     words += ["--steps", 5, "--batch", 32, "--lr", 1e-3, "--device", "cuda"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
-    train.main()
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert len(log) == 5 and 0 < log[-1]["noisy"] < log[0]["noisy"] and log[-1]["memory_gib"] > 0
+    assert run_train(*words).status == 0
+    records = log(tmp_path)
+    assert len(records) == 5 and 0 < records[-1]["noisy"] < records[0]["noisy"]
+    assert records[-1]["memory_gib"] > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # with gradients, without
     assert load(str(tmp_path))[0].config.block == 4

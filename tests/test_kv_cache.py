@@ -1,40 +1,36 @@
 """The caches: the mask is the mask rule, their arithmetic and drawings, and what does not fit."""
 
-import math
 import random
 
 import pytest
 import torch
-from common import MASK, cases, random_prompt, tiny_model
+from common import cases, tiny_model
 
-from decode import Options, Sequence
 from kv_cache import BlockCache, KVCache
-from lossless import Lossless, State
 from model import visible
-from plumbing.errors import UserError
+
+
+def random_positions(rng: random.Random, start: int) -> list[tuple[int, int]]:
+    """(pos, prefix) of a feed: clean tokens from `start` on, then blocks of masks, which see all of
+    them or fewer. So Decoder.advance and Lossless.feed make them."""
+    end = start + rng.randint(1, 9)
+    fed = [(pos, pos + 1) for pos in range(start, end)]
+    block = rng.randint(1, 5)
+    for prefix in sorted(rng.sample(range(start + 1, end + 1), rng.randint(0, end - start))):
+        fed += [(pos, prefix) for pos in range(prefix, prefix + block)]
+    return fed
 
 
 def test_the_mask_of_the_loop_is_the_mask_rule():
-    """`visible` in terms of slots: [committed | real, guesses | groups | padding | left over]."""
+    """`visible` in terms of slots: [committed | clean tokens | blocks | padding | left over]."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
-        model = tiny_model(rng)
-        lossless = Lossless(rng.randint(1, 5), Options(verify=True), MASK, is_batch_on_cpu=False)
-        cache = KVCache(model.config, 2, 200, "cpu", torch.float64)
+        cache = KVCache(tiny_model(rng).config, 2, 200, "cpu", torch.float64)
         cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # the longer decides on the span
-        feeds = []
-        for length in cache.lengths:
-            prompt = random_prompt(rng, length + rng.randint(1, 5))
-            sequence = Sequence(prompt, model.config, max_new=9, tau=None)
-            guesses = random_prompt(rng, rng.randint(0, lossless.block))
-            groups = range(len(guesses) + 1)
-            sequence.state = State(guesses, sorted(rng.sample(groups, rng.randint(0, len(groups)))))
-            real = [(prompt[pos], pos, pos + 1) for pos in range(length, len(prompt))]
-            feeds.append(real + lossless.feed(sequence, math.inf, 0))
+        feeds = [random_positions(rng, length) for length in cache.lengths]
         width = max(map(len, feeds))
-        padding = (MASK, 0, 1)
-        padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
-        _, pos, prefix = torch.tensor(padded).unbind(-1)
+        padded = [feed + [(0, 1)] * (width - len(feed)) for feed in feeds]
+        pos, prefix = torch.tensor(padded).unbind(-1)
         cache.reserve(width)
         mask = cache.mask(pos, prefix)
         assert mask.shape == (2, 1, width, cache.span) and mask.dtype == torch.bool
@@ -51,22 +47,11 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
             assert mask[row].any(-1).all()  # padding, too, sees something: no NaN
 
 
-def test_what_just_fits():
-    """A cache, or the model's positions, to the last one."""
-    model = tiny_model(random.Random(0))
-    cache = KVCache(model.config, 1, 10, "cpu", torch.float64)
-    cache.reserve(10)
-    limit = model.config.max_position_embeddings
-    Sequence([2] * (limit - 5), model.config, max_new=5, tau=1)
-    with pytest.raises(UserError, match="exceed the model's 512 positions"):
-        Sequence([2] * (limit - 5), model.config, max_new=6, tau=1)
-
-
 def test_the_cache_refuses_what_does_not_fit():
     """Before anything is written; only real positions count, and a new text may keep some."""
     model = tiny_model(random.Random(0))
     cache = KVCache(model.config, 2, 10, "cpu", torch.float64)
-    cache.reserve(8)
+    cache.reserve(10)  # what just fits
     cache.commit([8, 3])
     with pytest.raises(ValueError, match="8 \\+ 3 positions exceed the capacity of 10"):
         cache.reserve(3)
@@ -136,25 +121,6 @@ def test_a_full_block_waits_while_another_is_open():
     assert cache.rows_that_wait({0: 10, 1: 9, 2: 9, 3: 13}) == set()
     assert cache.rows_that_wait({0: 10, 2: 2}) == {0}  # the others are done
     assert cache.rows_that_wait({1: 7, 2: 2}) == set()
-
-
-def test_blocks_are_counted_from_the_end_of_the_prompt():
-    """Whatever the row keeps of it; a new text begins new blocks. Rows count for themselves."""
-    cache = block_cache(rows=3, size=5)
-    cache.begin(1, prompt_length=7)
-    cache.begin(2, prompt_length=3)
-    cache.reserve(9, slice(1, 3))
-    cache.commit([7, 3])
-    cache.reserve(8)
-    cache.commit([0, 7, 4])
-    assert cache.lengths == [0, 12, 3]  # of 14 tokens 7 + 5 are in full blocks
-    cache.begin(1, num_kept=9, prompt_length=11)
-    cache.reserve(6, slice(1, 2))
-    cache.commit([2])  # the rest of the prompt
-    assert cache.lengths == [0, 11, 3] and cache.room(1, 12) == 4
-    cache.reserve(12, slice(1, 2))
-    cache.commit([11])
-    assert cache.lengths == [0, 21, 3]
 
 
 def test_the_span_is_the_longest_row_rounded_up():

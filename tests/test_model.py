@@ -1,80 +1,61 @@
-"""The transformer against transformers: logits, answers, rotary angles, checkpoints both ways."""
+"""The transformer against transformers: logits, answers, checkpoints both ways."""
 
 import random
 
 import pytest
 import torch
 import transformers
-from common import BASE, MASK, ROOT, cases, copy_tokenizer, save_model, tiny_model
+from common import BASE, MASK, ROOT, copy_tokenizer, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from decode import generate
-from model import (
-    Config,
-    add_mask_token,
-    initialize,
-    load,
-    load_model,
-    rotary,
-    rotate,
-)
+from decode import generate, naive
+from model import Config, add_mask_token, initialize, load, load_model
 from plumbing.chat import Chat
-from plumbing.config import read_config
 from plumbing.errors import UserError
 
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 1e-5,
+}
+THETA = 5000.0  # neither library's default
+FAMILIES = ["Qwen2", "Llama", "Qwen3"]
+# Only a Qwen3 may have heads whose size is not hidden_size / num_attention_heads.
+OWN = {"Qwen2": {}, "Llama": {}, "Qwen3": {"head_dim": 20}}
 
-def their_config(theta: float, kind=transformers.Qwen2Config, **changes):
-    """Version 4 of transformers takes one name for theta, version 5 the other."""
-    rope = {"rope_type": "default", "rope_theta": theta}
-    return kind(rope_theta=theta, rope_parameters=rope, **changes)
 
-
-def their_model(target, tied: bool, shards: int = 1, family: str = "Qwen2", **changes):
-    """A random model that transformers made, saved by transformers."""
-    torch.manual_seed(3)
-    config = their_config(
-        5000.0,  # neither library's default
-        getattr(transformers, family + "Config"),
-        vocab_size=640,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        eos_token_id=[2, 0],
-        **changes,
-    )
-    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+def shake(model) -> None:
+    """A norm of 1 or a bias of 0 would hide that it is not applied."""
     with torch.no_grad():
         for weight in model.parameters():
-            weight += 0.1 * torch.randn_like(weight)  # norms and biases too
+            weight += 0.1 * torch.randn_like(weight)
+
+
+def their_model(target, family: str, tied: bool = True, shards: int = 1, **options):
+    """A random model that transformers made, saved by transformers."""
+    torch.manual_seed(3)
+    # Version 4 of transformers takes one name for theta, version 5 the other.
+    rope = {"rope_type": "default", "rope_theta": THETA}
+    options |= SHAPE | OWN[family] | {"rope_theta": THETA, "rope_parameters": rope}
+    options |= {"vocab_size": 640, "eos_token_id": [2, 0], "tie_word_embeddings": tied}
+    config = getattr(transformers, family + "Config")(**options)
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+    shake(model)
     size = sum(weight.numel() * 4 for weight in model.parameters())
     model.save_pretrained(target, max_shard_size=int(size / shards * 1.3))
     copy_tokenizer(target)
     return model
 
 
-def our_config(vocab_size: int, tied: bool, **changes) -> Config:
-    return Config(
-        vocab_size=vocab_size,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rope_theta=5000.0,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        eos_token_id=(2, 0),
-        block=4,
-        **changes,
-    )
+def our_config(vocab_size: int, tied: bool, **options) -> Config:
+    options = SHAPE | {"rope_theta": THETA, "eos_token_id": (2, 0), "block": 4} | options
+    return Config(vocab_size=vocab_size, tie_word_embeddings=tied, **options)
 
 
 def our_logits(model, tokens: torch.Tensor) -> torch.Tensor:
@@ -83,52 +64,74 @@ def our_logits(model, tokens: torch.Tensor) -> torch.Tensor:
     return model.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
 
 
-def their_logits(model, tokens: torch.Tensor, mask_id: int) -> torch.Tensor:
+def assert_equal_logits(ours, theirs, tokens: torch.Tensor, atol=1e-4) -> None:
     """With the mask's logit as ours: it is never predicted."""
-    logits = model(tokens).logits
-    logits[..., mask_id] = float("-inf")
-    return logits
+    expected = theirs(tokens).logits
+    expected[..., ours.config.mask_token_id] = float("-inf")
+    torch.testing.assert_close(our_logits(ours, tokens), expected, atol=atol, rtol=0)
 
 
-def their_answer(model, prompt: torch.Tensor, max_new: int, mask_id: int, **more) -> list[int]:
-    """Greedy; the end-of-turn tokens are those that transformers reads from the checkpoint."""
-    tokens = model.generate(
+def assert_equal_answers(ours, theirs, prompt: torch.Tensor, **options) -> None:
+    """Greedy; transformers reads the end-of-turn tokens from the checkpoint, if none are given."""
+    answer = theirs.generate(
         prompt[None],
         attention_mask=torch.ones_like(prompt[None]),
-        max_new_tokens=max_new,
+        max_new_tokens=24,
         do_sample=False,
         pad_token_id=0,
-        suppress_tokens=[mask_id],
-        **more,
+        suppress_tokens=[ours.config.mask_token_id],
+        **options,
     )
-    return tokens[0, len(prompt) :].tolist()
+    [sequence] = generate(ours, [prompt.tolist()], tau=1, max_new=24)
+    assert sequence.text == answer[0].tolist()
+    assert sequence.tokens == naive(ours, prompt.tolist(), tau=1, block=4, max_new=24)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("family", ["Qwen2", "Llama", "Qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_of_transformers_loads_here(tmp_path, tied, family, shards):
-    """Only a Qwen3 may have heads whose size is not hidden_size / num_attention_heads."""
-    head_dim = {"head_dim": 20} if family == "Qwen3" else {}
-    theirs = their_model(tmp_path, tied, shards, family, **head_dim)
+    theirs = their_model(tmp_path, family, tied, shards)
     assert len(list(tmp_path.glob("*.safetensors"))) == shards
     ours, _ = load(str(tmp_path))
-    assert ours.config.rope_theta == 5000.0 and ours.config.eos_token_id == (2, 0)
-    tokens = torch.randint(4, 640, (3, 40))
-    mask_id = ours.config.mask_token_id
-    assert torch.allclose(
-        our_logits(ours, tokens), their_logits(theirs, tokens, mask_id), atol=1e-4
-    )
-    prompt = tokens[0, :9]
-    [result] = generate(ours, [prompt.tolist()], tau=1, max_new=24)
-    assert result.tokens == their_answer(theirs, prompt, 24, mask_id, eos_token_id=[2, 0])
+    expected = SHAPE | OWN[family] | {"rope_theta": THETA, "eos_token_id": (2, 0)}
+    assert {name: getattr(ours.config, name) for name in expected} == expected
+    assert ours.config.tie_word_embeddings == tied and ours.config.block is None
+    tokens = torch.randint(4, 640, (2, 250))  # nearly all positions that there are
+    assert_equal_logits(ours, theirs, tokens)
+    assert_equal_answers(ours, theirs, tokens[0, :9], eos_token_id=[2, 0])
+    in_bfloat16, _ = load(str(tmp_path), dtype=torch.bfloat16)
+    assert {weight.dtype for weight in in_bfloat16.parameters()} == {torch.bfloat16}
+    assert our_logits(in_bfloat16, tokens).isfinite().any()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_a_checkpoint_saved_here_loads_in_transformers(tmp_path, tied, family):
+    ours = initialize(our_config(640, tied, model_type=family.lower(), **OWN[family]), 1)
+    shake(ours)
+    chat = Chat(BASE)
+    add_mask_token(ours, chat)
+    save_model(ours, chat, tmp_path / "x", torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32)
+    assert type(theirs).__name__ == f"{family}ForCausalLM"
+    tokens = torch.randint(4, 640, (2, 30))
+    assert_equal_logits(ours, theirs, tokens)
+    assert_equal_answers(ours, theirs, tokens[0])
+    again, _ = load(str(tmp_path / "x"))
+    assert again.config == ours.config
+    assert torch.equal(our_logits(again, tokens), our_logits(ours, tokens))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
+    text = "<|im_start|>user\nMia has 12 plums. 🙂<|mask|>"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == chat.encode(text)
 
 
 @torch.inference_mode()
 def test_a_llama_is_saved_as_a_qwen2(tmp_path):
     """With biases that are zero, as transformers sees."""
-    llama = their_model(tmp_path / "llama", tied=True, family="Llama")
+    llama = their_model(tmp_path / "llama", "Llama")
     ours, chat = load(str(tmp_path / "llama"))
     save_model(ours, chat, tmp_path / "qwen2", torch.float32)
     qwen2 = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2")
@@ -138,50 +141,15 @@ def test_a_llama_is_saved_as_a_qwen2(tmp_path):
     assert torch.allclose(qwen2(tokens).logits, llama(tokens).logits, atol=1e-5)
 
 
-@torch.inference_mode()
-def test_a_llama_in_bfloat16(tmp_path):
-    """The zeros that take the place of its biases have the type of its weights."""
-    their_model(tmp_path, tied=True, family="Llama")
-    ours, _ = load(str(tmp_path), dtype=torch.bfloat16)
-    assert {weight.dtype for weight in ours.parameters()} == {torch.bfloat16}
-    assert our_logits(ours, torch.randint(4, 640, (1, 9))).isfinite().any()
-
-
 @pytest.mark.parametrize(
     "family, name",
     [("Llama", "attention_bias"), ("Llama", "mlp_bias"), ("Qwen3", "attention_bias")],
 )
 def test_biases_that_have_no_place_are_refused(tmp_path, family, name):
     """The output projection has one, too, which a Qwen2 has not."""
-    their_model(tmp_path, tied=True, family=family, **{name: True})
+    their_model(tmp_path, family, **{name: True})
     with pytest.raises(UserError, match=f"{name} True is not supported"):
         load(str(tmp_path))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_a_checkpoint_saved_here_loads_in_transformers(tmp_path, tied, family):
-    head_dim = {"head_dim": 20} if family == "Qwen3" else {}
-    ours = initialize(our_config(640, tied, model_type=family.lower(), **head_dim), 1)
-    chat = Chat(BASE)
-    add_mask_token(ours, chat)
-    save_model(ours, chat, tmp_path / "x", torch.float32)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32)
-    assert type(theirs).__name__ == f"{family}ForCausalLM"
-    tokens = torch.randint(4, 640, (2, 30))
-    mask_id = ours.config.mask_token_id
-    assert torch.allclose(
-        our_logits(ours, tokens), their_logits(theirs, tokens, mask_id), atol=1e-4
-    )
-    [result] = generate(ours, [tokens[0].tolist()], tau=1, max_new=20)
-    assert result.tokens == their_answer(theirs, tokens[0], 20, mask_id)
-    again, _ = load(str(tmp_path / "x"))
-    assert again.config == ours.config
-    assert torch.equal(our_logits(again, tokens), our_logits(ours, tokens))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
-    text = "<|im_start|>user\nMia has 12 plums. 🙂<|mask|>"
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == chat.encode(text)
 
 
 @torch.inference_mode()
@@ -192,83 +160,12 @@ def test_the_bundled_model_has_the_logits_of_transformers():
         ROOT / "toy/mars", dtype=torch.float32
     )
     tokens = torch.tensor([chat.encode("Mia has 5 bags with 12 plums in each.")])
-    expected = their_logits(theirs, tokens, ours.config.mask_token_id)
-    assert torch.allclose(our_logits(ours, tokens), expected, atol=1e-3)
+    assert_equal_logits(ours, theirs, tokens, atol=1e-3)
     in_bfloat16, _ = load(str(ROOT / "toy/mars"), dtype=torch.bfloat16)
     saved = load_file(ROOT / "toy/mars/model.safetensors")
     loaded = in_bfloat16.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
     assert in_bfloat16.dtype == torch.bfloat16
-
-
-def test_rotary_is_that_of_transformers():
-    """Random positions, head sizes and thetas; the pairs are (i, i + head_dim / 2)."""
-    for seed in cases(25, 200):
-        rng = random.Random(seed)
-        B, T, heads = rng.randint(1, 3), rng.randint(1, 20), rng.randint(1, 4)
-        head_dim = rng.choice([2, 4, 8, 64, 128])
-        theta = rng.choice([100.0, 10000.0, 1e6])
-        config = their_config(
-            theta, hidden_size=heads * head_dim, num_attention_heads=heads, num_key_value_heads=1
-        )
-        positions = torch.randint(0, 500, (B, T))
-        q = torch.randn(B, heads, T, head_dim)
-        k = torch.randn(B, 1, T, head_dim)
-        their_cos, their_sin = Qwen2RotaryEmbedding(config)(q, positions)
-        their_q, their_k = apply_rotary_pos_emb(q, k, their_cos, their_sin)
-        cos, sin = rotary(positions, head_dim, theta)
-        assert cos.dtype == sin.dtype == torch.float32
-        assert cos.shape == sin.shape == (B, 1, T, head_dim)
-        assert torch.allclose(rotate(q, cos, sin), their_q, atol=2e-4)
-        assert torch.allclose(rotate(k, cos, sin), their_k, atol=2e-4)
-
-
-def test_configs_are_read_as_transformers_writes_them(tmp_path):
-    """Every field that Qwen2 needs, the size of a head and whether the head is tied."""
-    for seed in cases(25, 200):
-        rng = random.Random(seed)
-        kv_heads = rng.randint(1, 4)
-        heads = kv_heads * rng.randint(1, 4)
-        theirs = their_config(
-            rng.choice([100.0, 10000.0, 1e6]),
-            vocab_size=rng.randint(10, 1000),
-            hidden_size=heads * rng.choice([2, 4, 64]),
-            intermediate_size=rng.randint(1, 100),
-            num_hidden_layers=rng.randint(1, 9),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            max_position_embeddings=rng.randint(1, 9999),
-            rms_norm_eps=rng.choice([1e-5, 1e-6, 1e-3]),
-            tie_word_embeddings=rng.random() < 0.5,
-            initializer_range=rng.choice([0.02, 0.1]),
-            eos_token_id=rng.choice([3, [3], [5, 0, 3]]),
-        )
-        theirs.save_pretrained(tmp_path)
-        ours = read_config(tmp_path, Config)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "tie_word_embeddings",
-            "initializer_range",
-        ):
-            assert getattr(ours, name) == getattr(theirs, name), name
-        with torch.device("meta"):
-            their_layer = transformers.Qwen2ForCausalLM(theirs).model.layers[0].self_attn
-        assert ours.head_dim == their_layer.head_dim
-        their_rope = Qwen2RotaryEmbedding(theirs).inv_freq
-        pairs = torch.arange(0, ours.head_dim, 2) / ours.head_dim
-        assert torch.allclose(ours.rope_theta**-pairs, their_rope)
-        their_ends = theirs.eos_token_id
-        assert list(ours.eos_token_id) == (
-            their_ends if isinstance(their_ends, list) else [their_ends]
-        )
-        assert ours.mask_token_id is None and ours.block is None
 
 
 @torch.inference_mode()
@@ -286,7 +183,7 @@ def test_logits_at_are_the_logits_of_the_columns():
 
 @torch.inference_mode()
 def test_in_bfloat16_near_ties_are_decided_in_float32():
-    """The logits of two tokens are often equal there, and the first of them used to win."""
+    """Where the logits of two tokens round to the same number, the likelier token is still best."""
     torch.manual_seed(0)
     model = tiny_model(random.Random(0), vocab_size=300).bfloat16()
     head = model.head.float()
@@ -306,7 +203,7 @@ def test_in_bfloat16_near_ties_are_decided_in_float32():
 
 @torch.inference_mode()
 def test_in_bfloat16_the_mask_is_never_among_the_best():
-    """A vocabulary of fewer than 32 tokens: its -inf is among those that are computed again."""
+    """Not even where fewer tokens are left than are computed again."""
     model = tiny_model(random.Random(0), vocab_size=8).bfloat16()
     hidden = torch.randn(1, 3, model.config.hidden_size).bfloat16()
     found = model.logits_at(hidden, torch.arange(3)[None])

@@ -1,13 +1,12 @@
 """The MARS loss against the paper's two-stream form, the mask rule, the training loop."""
 
 import itertools
-import json
 import math
 import random
 
 import pytest
 import torch
-from common import ROOT, cases, tiny_model, unpacked
+from common import ROOT, cases, random_prompt, tiny_model, unpacked
 from safetensors.torch import load_file
 from training import (
     FixedData,
@@ -19,6 +18,7 @@ from training import (
     random_example,
     run_train,
     two_stream_loss,
+    whole_step,
     write,
 )
 
@@ -26,7 +26,8 @@ import train
 from decode import generate
 from model import MLP, load, visible
 from plumbing import attention
-from train import forwards, lay_out, losses
+from plumbing.data import Example
+from train import forwards, lay_out, losses, naive_loss
 
 
 def test_response_only_masks_give_the_two_stream_loss():
@@ -35,8 +36,8 @@ def test_response_only_masks_give_the_two_stream_loss():
         model = tiny_model(rng)
         block = rng.randint(1, 8)
         example = random_example(rng, block)
-        layout = lay_out(example, block, model.config.mask_token_id, 1.0)
-        noisy, clean = losses(model, unpacked([layout]))
+        streams = lay_out(example, block, model.config.mask_token_id, 1.0)
+        noisy, clean = losses(model, unpacked([streams]))
         expected_noisy, expected_clean = two_stream_loss(model, example, block)
         assert noisy.item() == pytest.approx(expected_noisy.item(), rel=1e-12)
         assert clean.item() == pytest.approx(expected_clean.item(), rel=1e-12)
@@ -44,6 +45,28 @@ def test_response_only_masks_give_the_two_stream_loss():
         ours = gradient(noisy + weight * clean, model)
         theirs = gradient(expected_noisy + weight * expected_clean, model)
         assert (ours - theirs).abs().max() < 1e-10 * theirs.abs().max()
+
+
+def test_losses_are_the_naive_loss_of_many_examples():
+    """Of a step: the mean over its examples, on the paper's grid, however they share forwards."""
+    for seed in cases(25, 500):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        block = model.config.block = rng.randint(1, 9)
+        examples = []
+        for _ in range(rng.randint(1, 4)):
+            prompt = rng.randint(1, 20)
+            examples.append(Example(random_prompt(rng, prompt + rng.randint(1, 20)), prompt))
+        args = arguments("--batch-tokens", 64, "--ar-weight", rng.choice([0, 0.3, 1]))
+        found = whole_step(model, examples, args, width=rng.choice([None, 64]))
+        expected = 0
+        for example in examples:
+            prompt, response = example.tokens[: example.prompt], example.tokens[example.prompt :]
+            expected += naive_loss(model, prompt, response, block, args.ar_weight) / len(examples)
+        noisy, clean = found[:2]
+        assert (noisy + args.ar_weight * clean).item() == pytest.approx(expected.item(), rel=1e-6)
+        theirs = gradient(expected, model)
+        assert (found[2:] - theirs).abs().max() < 1e-6 * theirs.abs().max()
 
 
 @torch.inference_mode()
@@ -73,47 +96,10 @@ def test_look_ahead_is_what_a_decoder_would_guess():
                 right[1 + k] += guessed == true
                 count[1 + k] += 1
     model.config.block = B
-    layouts = [lay_out(example, B, mask_id, 1.0) for example in examples]
-    shares = train.look_ahead(model, [unpacked(layouts[:5]), unpacked(layouts[5:])])
+    streams = [lay_out(example, B, mask_id, 1.0) for example in examples]
+    shares = train.look_ahead(model, [unpacked(streams[:5]), unpacked(streams[5:])])
     assert shares == [round(r / c, 4) for r, c in zip(right, count)]
     assert len(set(shares)) == 4
-
-
-def outputs(model, batch) -> torch.Tensor:
-    return train.hidden_states(model, batch)[0]
-
-
-@torch.inference_mode()
-def test_no_clean_output_changes_when_masks_are_added():
-    for seed in cases(25, 200):
-        rng = random.Random(100 + seed)
-        model = tiny_model(rng)
-        block = rng.randint(1, 8)
-        example = random_example(rng, block)
-        num_clean = len(example.tokens) - 1
-        positions = torch.arange(num_clean)[None]
-        plain = model(torch.tensor([example.tokens[:-1]]), positions, None)[0]
-        layout = lay_out(example, block, model.config.mask_token_id, 1.0)
-        masked = outputs(model, unpacked([layout]))
-        assert torch.allclose(masked[:num_clean], plain, atol=1e-12)
-
-
-@torch.inference_mode()
-def test_a_mask_sees_the_clean_tokens_before_its_block_and_no_others():
-    """Change one clean token: the masks whose block starts after it change, the others do not."""
-    for seed in cases(25, 200):
-        rng = random.Random(200 + seed)
-        model = tiny_model(rng)
-        block = rng.randint(1, 8)
-        example = random_example(rng, block)
-        batch = unpacked([lay_out(example, block, model.config.mask_token_id, 1.0)])
-        changed = rng.randrange(len(example.tokens) - 1)
-        other = batch._replace(tokens=batch.tokens.clone())
-        other.tokens[0, changed] = 2 + (batch.tokens[0, changed] - 1) % 6
-        assert other.tokens[0, changed] != batch.tokens[0, changed]
-        differs = (outputs(model, batch) - outputs(model, other)).abs().amax(-1) > 1e-9
-        masks = (batch.prefix <= batch.pos) & (batch.doc == 0)
-        assert torch.equal(differs[masks[0]], batch.prefix[masks] > changed)
 
 
 def test_visible_is_the_rule_in_words():
@@ -126,19 +112,17 @@ def test_visible_is_the_rule_in_words():
             for start in sorted(rng.sample(range(1, 12), 3)):
                 tokens += [(start + i, start, doc) for i in range(rng.randint(1, 4))]
         rng.shuffle(tokens)
-        for q in tokens:
-            for k in tokens:
-                k_clean = k[1] == k[0] + 1
-                q_clean = q[1] == q[0] + 1
-                if q[2] != k[2]:
+        fields = torch.tensor(tokens).unbind(-1)
+        found = visible(*(field[:, None] for field in fields), *fields).tolist()
+        for (q_pos, q_prefix, q_doc), row in zip(tokens, found):
+            for (k_pos, k_prefix, k_doc), is_visible in zip(tokens, row):
+                if q_doc != k_doc:
                     expected = False
-                elif q_clean:
-                    expected = k_clean and k[0] <= q[0]
-                elif k_clean:
-                    expected = k[0] < q[1]
-                else:
-                    expected = k[1] == q[1] and k[0] <= q[0]
-                assert bool(visible(*map(torch.tensor, (*q, *k)))) == expected, (q, k)
+                elif k_prefix == k_pos + 1:  # a clean key
+                    expected = k_pos < q_prefix
+                else:  # a mask: seen by masks of its block, of which clean tokens are not
+                    expected = k_prefix == q_prefix <= q_pos and k_pos <= q_pos
+                assert is_visible == expected
 
 
 def test_logits_exist_a_few_at_a_time(monkeypatch):
@@ -146,7 +130,7 @@ def test_logits_exist_a_few_at_a_time(monkeypatch):
     rng = random.Random(2)
     model = tiny_model(rng)
     example = random_example(rng, 4)
-    batch = unpacked([lay_out(example, 4, 1, 1.0)])
+    forward = unpacked([lay_out(example, 4, 1, 1.0)])
     monkeypatch.setattr("model.LOGITS_AT_A_TIME", 8 * 5)
     logits = model.logits
     sizes = []
@@ -156,7 +140,7 @@ def test_logits_exist_a_few_at_a_time(monkeypatch):
         return logits(hidden)
 
     model.logits = counted
-    noisy, clean = losses(model, batch)
+    noisy, clean = losses(model, forward)
     targets = 2 * example.targets - 1
     assert sum(sizes) == targets and max(sizes) <= 5 and len(sizes) == math.ceil(targets / 5) > 2
     last = sizes[-1]
@@ -177,13 +161,13 @@ def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch):
         model.config.block = rng.randint(1, 8)
         examples = [random_example(rng, model.config.block) for _ in range(6)]
         options = arguments("--batch-tokens", 512)
-        width = rng.choice([None, 160])  # with 160, several examples share a row
-        for batch in forwards(examples, model.config, options, row_width=width):
-            dense = train.hidden_states(model, batch)
+        width = rng.choice([None, 160])  # with a width, several examples share a row
+        for forward in forwards(examples, model.config, options, width):
+            dense = train.hidden_states(model, forward)
             with monkeypatch.context() as patch:
                 patch.setattr(train, "can_use_flex", lambda *_: True)
                 patch.delattr(train, "dense_mask")
-                flex = train.hidden_states(model, batch)
+                flex = train.hidden_states(model, forward)
             assert (dense - flex).abs().max() < 1e-4
 
 
@@ -227,8 +211,7 @@ def test_a_step_by_hand():
 def test_recomputed_layers_change_nothing(monkeypatch):
     """But every layer runs twice."""
     forward = MLP.forward
-    weights = {}
-    num_calls = {}
+    found = []
     for words in ((), ("--checkpoint-layers",)):
         calls = []
 
@@ -242,10 +225,9 @@ def test_recomputed_layers_change_nothing(monkeypatch):
         model.config.block = 4
         data = FixedData([random_example(rng, 4) for _ in range(5)])
         train.train(model, None, data, NoRun(), arguments("--steps", 2, *words), torch.float32)
-        weights[words] = torch.cat([weight.flatten() for weight in model.parameters()])
-        num_calls[words] = len(calls)
-    assert torch.equal(*weights.values())
-    assert num_calls["--checkpoint-layers",] == 2 * num_calls[()]
+        found.append((torch.cat([w.flatten() for w in model.parameters()]), len(calls)))
+    (plain, num_calls), (recomputed, num_more_calls) = found
+    assert torch.equal(plain, recomputed) and num_more_calls == 2 * num_calls
 
 
 def test_bfloat16_is_of_the_arithmetic_only(tmp_path):
@@ -265,23 +247,10 @@ def test_bfloat16_is_of_the_arithmetic_only(tmp_path):
     assert 0 < abs(clean[0] - clean[1]) < 0.05
 
 
-def test_a_fixed_phase_is_the_papers_grid(tmp_path, monkeypatch):
-    rows = write(tmp_path / "d.jsonl", 30 * [{"prompt": "?", "response": "12"}])
-    phases = {}
-
-    def no_training(model, chat, data, run, args, dtype):
-        steps = itertools.islice(data.steps(1), 25)
-        phases[args.block_phase] = {step.examples[0].phase for step in steps}
-
-    monkeypatch.setattr(train, "train", no_training)
-    for phase in ("fixed", "random"):
-        words = ("--data", rows.path, "--model", ROOT / "toy/sft", "--block-phase", phase)
-        assert run_train(*words, "--out", tmp_path / "out").status == 0
-    assert phases == {"fixed": {0}, "random": {0, 1, 2, 3}}
-
-
-def test_the_seed_is_of_the_order_the_phases_and_new_weights(tmp_path, monkeypatch):
-    rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(30)])
+def test_what_the_seed_and_the_phase_of_blocks_decide(tmp_path, monkeypatch):
+    """The seed: the order of the rows, the phases, new weights. A fixed phase is the paper's."""
+    rows = [{"prompt": "?", "response": str(i)} for i in range(30)]
+    data = write(tmp_path / "d.jsonl", rows).path
     found = []
 
     def no_training(model, chat, data, run, args, dtype):
@@ -291,11 +260,12 @@ def test_the_seed_is_of_the_order_the_phases_and_new_weights(tmp_path, monkeypat
         found.append((order, phases, model.head.sum().item()))
 
     monkeypatch.setattr(train, "train", no_training)
-    for seed in (0, 7, 7):
-        words = ("--data", rows.path, "--model", ROOT / "toy/base", "--from-scratch")
-        assert run_train(*words, "--out", tmp_path / "out", "--seed", seed).status == 0
-    first, second, third = found
+    for words in (("--seed", 0), ("--seed", 7), ("--seed", 7), ("--block-phase", "fixed")):
+        common = ("--data", data, "--model", ROOT / "toy/base", "--from-scratch")
+        assert run_train(*common, "--out", tmp_path / "out", *words).status == 0
+    first, second, third, (_, fixed_phases, _) = found
     assert all(one != other for one, other in zip(first, second)) and second == third
+    assert set(first[1]) == {0, 1, 2, 3} and set(fixed_phases) == {0}
 
 
 def test_learning_rate():
@@ -308,7 +278,7 @@ def test_learning_rate():
 
 
 def test_steps_are_steps(tmp_path):
-    """Half of the rows cannot be used: --steps 5 once took 3 steps, for it counted rows."""
+    """However many rows cannot be used; an epoch counts these rows, too."""
     rows = write(tmp_path / "d.jsonl", 20 * [{"prompt": "?", "response": "12"}, {"text": "12"}])
     words = ("--data", rows.path, "--model", ROOT / "toy/sft", "--batch", 3)
     assert run_train(*words, "--out", tmp_path / "steps", "--steps", 5).status == 0
@@ -322,10 +292,9 @@ def test_steps_are_steps(tmp_path):
 
 def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     """Both stages on one sentence, from random weights: MARS learns to give it in few forwards."""
-    data = tmp_path / "data.jsonl"
     row = {"prompt": "How many?", "response": "So Mia has 12 plums now. The answer is 12."}
-    data.write_text(20 * (json.dumps(row) + "\n"))
-    common = ("--data", data, "--batch", 4, "--steps", 60, "--lr", 3e-3, "--held-out", 2)
+    data = write(tmp_path / "data.jsonl", 20 * [row]).path
+    common = ("--data", data, "--batch", 2, "--steps", 60, "--lr", 3e-3, "--held-out", 2)
     sft = tmp_path / "sft"
     mars = tmp_path / "mars"
     for words in (
@@ -345,5 +314,5 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     [answer] = generate(model, [prompt])
     assert chat.decode(answer.tokens) == row["response"]
     assert answer.tokens[-1] == model.config.eos_token_id[0]
-    assert len(answer.tokens) > 3 * answer.forwards
+    assert len(answer.tokens) / answer.forwards > 3
     assert not list(tmp_path.rglob("*.tmp"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from commands import Done, command
-from common import ROOT, random_prompt
+from common import ROOT, random_prompt, rows_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
@@ -64,11 +64,11 @@ class NoRun(contextlib.nullcontext):
         super().__init__()
         self.records: list[dict] = []
 
-    def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
-        self.records.append(record)
-
     def start(self, *_: object) -> tuple[int, int]:
         return 0, 0
+
+    def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
+        self.records.append(record)
 
     def stop_requested(self, device: torch.device) -> int:
         return 0
@@ -117,10 +117,10 @@ def whole_step(
     sums = torch.zeros(2).double()
     for rank in range(worlds):
         for forward in forwards(examples, model.config, args, width, rank, worlds):
-            noisy, clean = losses(model, forward, args.mask_weight)
+            noisy, clean = losses(model, forward.to(model.device), args.mask_weight)
             (noisy + args.ar_weight * clean).backward()
-            sums += torch.stack([noisy, clean]).detach()
-    return torch.cat([sums, *(weight.grad.flatten() for weight in model.parameters())])
+            sums += torch.stack([noisy, clean]).detach().cpu()
+    return torch.cat([sums, *(weight.grad.flatten().cpu() for weight in model.parameters())])
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -172,7 +172,7 @@ def plums(path: Path) -> Path:
 
 
 def log(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return rows_of(out / "log.jsonl")
 
 
 def num_logged(out: Path) -> int:

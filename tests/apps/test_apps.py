@@ -6,13 +6,12 @@ import re
 import sys
 
 import pytest
-from commands import MARS, PROMPT, command, is_refused, process
-from common import ROOT
+from commands import MARS, PROMPT, command, process
+from common import ROOT, rows_of
 
-from apps.chat import Conversation
-from decode import Decoder, Options, Sequence, generate
+from decode import Decoder, Sequence, generate
+from kv_cache import KVCache
 from model import load
-from plumbing import scheduler
 from plumbing.data import encode
 
 # -------------------------------------------------------------------------------- a conversation
@@ -77,16 +76,14 @@ def test_every_turn_has_its_own_draws(monkeypatch):
     assert done.status == 0 and first != second
 
 
-def test_a_system_message_survives_a_reset(monkeypatch, answers):
+def test_a_system_message_survives_a_reset(monkeypatch, answers, chat):
     done = converse(monkeypatch, ["Hi", "/reset", "Hi"], "--system", "Be brief.", "--max-new", 5)
     first, second = answers
-    chat = load(str(ROOT / "toy/mars"))[1]
     assert done.status == 0 and prompt_of(first) == prompt_of(second)
     assert "system\nBe brief." in chat.tokenizer.decode(prompt_of(first), skip_special_tokens=False)
 
 
 def test_a_full_conversation_names_the_way_out(monkeypatch):
-    """It was an error at every further turn, which did not say that /reset helps."""
     lines = [PROMPT, "and " * 1800, "/reset", PROMPT]
     done = converse(monkeypatch, lines)
     [error] = [line for line in done.err.splitlines() if line.startswith("error: ")]
@@ -94,86 +91,70 @@ def test_a_full_conversation_names_the_way_out(monkeypatch):
     assert done.status == 0 and done.out.count("The answer is 43.") == 2
 
 
-def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
-    step = Decoder.step
+@pytest.mark.parametrize("owner, name, num_calls", [(Decoder, "step", 3), (KVCache, "begin", 0)])
+def test_interrupting_an_answer_keeps_the_conversation(
+    monkeypatch, answers, owner, name, num_calls
+):
+    """Ctrl-C may come at any time: the half answer is part of the conversation, which goes on."""
+    function = getattr(owner, name)
     calls = itertools.count()
 
-    def interrupted(self):
-        if next(calls) == 3:
+    def interrupted(*args):
+        if next(calls) == num_calls:
             raise KeyboardInterrupt
-        return step(self)
+        return function(*args)
 
-    monkeypatch.setattr(Decoder, "step", interrupted)
-    done = converse(monkeypatch, [PROMPT, PROMPT])
+    monkeypatch.setattr(owner, name, interrupted)
+    done = converse(monkeypatch, [PROMPT, PROMPT], "--tau", 0.8)
     first, second = answers
     assert done.status == 0 and "Traceback" not in done.err
-    assert first.done and first.forwards == 3 and second.forwards > 3
-    assert second.text[: len(first.text)] == first.text  # the half answer is part of it
-
-
-@pytest.mark.parametrize("where", ["commonprefix", "begin"])
-def test_interrupting_before_the_first_forward(monkeypatch, where):
-    """Ctrl-C may come between any two lines: the row must not claim keys that it does not have,
-    and the answer must not wait for ever (both happened)."""
-    model, chat = load(str(ROOT / "toy/mars"))
-    options = Options(tau=0.8, max_new=60)
-    conversation = Conversation(model, chat, options, opening=[])
-    conversation.ask("Hi", shaded=False)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        target = scheduler if where == "commonprefix" else conversation.decoder.cache
-        patch.setattr(target, where, interrupt)
-        conversation.ask("Hi again", shaded=False)
-    assert all(sequence.done for sequence in conversation.decoder.scheduler.waiting)
-    assert conversation.messages[-1] == {"role": "assistant", "content": ""}
-    conversation.take("/reset", shaded=False)
-    conversation.ask(PROMPT, shaded=False)
-    prompt = chat.encode(chat.prompt([{"role": "user", "content": PROMPT}]))
-    [answer] = generate(model, [prompt], tau=0.8, max_new=60)
-    assert conversation.messages[-1]["content"] == chat.decode(answer.tokens)
+    assert first.done and first.forwards == num_calls and second.forwards > 3
+    assert second.text[: len(first.text)] == first.text
+    [alone] = generate(load(str(ROOT / "toy/mars"))[0], [prompt_of(second)], tau=0.8)
+    assert second.tokens == alone.tokens
 
 
 def test_a_conversation_through_a_pipe():
-    """What goes into a file is the text alone; standard input that is closed was a traceback."""
+    """What goes into a file is the text alone; a line that is not UTF-8 is passed over."""
     lines = "printf 'Hi\\n/tau 1\\nHi\\xff\\n' |"
     encoding = {"PYTHONIOENCODING": "utf-8:surrogateescape"}
     done = process("-m", "apps.chat", "--max-new", 8, before=lines, **encoding)
     assert done.status == 0 and "Traceback" not in done.err
     assert done.out.count("\n") == 1 and "tau" not in done.out
     assert done.err.count("error: not valid Unicode") == 1
-    done = process("-m", "apps.chat", redirect="<&-")
-    assert done.status == 0 and done.out == "" and "Traceback" not in done.err
-
-
-def test_options_that_allow_no_turn(monkeypatch):
-    """They are refused at the start, not at every turn."""
-    done = converse(monkeypatch, ["Hi"], "--max-new", 5000)
-    assert is_refused(done, "exceed the model's 2048 positions")
-    assert is_refused(converse(monkeypatch, ["Hi"], "--tau", 2), "tau 2.0: must be between 0 and 1")
 
 
 # ------------------------------------------------------------------------------ a file of prompts
 
 
-def results(done) -> list[dict]:
-    assert done.status == 0, done.err
-    return [json.loads(line) for line in done.out.splitlines()]
+@pytest.fixture
+def answer(tmp_path):
+    """Answers a file with these lines: texts, or the rows of JSONL."""
+
+    def run(lines: list[str | dict], *words: object, separator="\n") -> list[dict]:
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (tmp_path / "in").write_text(separator.join(texts))
+        done = command("apps.batch", *MARS, tmp_path / "in", *words)
+        assert done.status == 0
+        assert re.fullmatch(r"\d+ tokens: \S+ tokens per forward, \d+ tok/s\n", done.err), done.err
+        return [json.loads(line) for line in done.out.splitlines()]
+
+    return run
 
 
-def test_prompts_from_a_file(tmp_path):
+@pytest.fixture(scope="module")
+def chat():
+    return load(str(ROOT / "toy/mars"))[1]
+
+
+def test_prompts_from_a_file(answer):
     """Answers in input order, whatever is done first; a tau and an id of one's own."""
-    problems = [json.loads(line) for line in (ROOT / "toy/test.jsonl").read_text().splitlines()[:7]]
+    problems = rows_of(ROOT / "toy/test.jsonl")[:7]
     given = [{"prompt": problem["prompt"]} for problem in problems]
     given[1] |= {"id": "slow", "tau": 1}
     given[2] = {"messages": [{"role": "user", "content": given[2]["prompt"]}], "id": None}
-    lines = [json.dumps(row) for row in given]
-    (tmp_path / "in.jsonl").write_text("\ufeff" + "\r\n\n".join(lines) + "\n")
-    done = command("apps.batch", tmp_path / "in.jsonl", "--rows", 3)
-    rows = results(done)
-    assert "tokens per forward" in done.err and "it/s" not in done.err  # no bar into a pipe
+    with_mark = "\ufeff" + json.dumps(given[0])  # as some editors begin a file
+    rows = answer([with_mark, *given[1:]], "--rows", 3, separator="\r\n\n")
     shape = ["id", "prompt", "response", "tokens", "forwards", "finish_reason"]
     assert list(rows[0]) == shape and list(rows[2]) == [shape[0], "messages", *shape[2:]]
     assert [row["id"] for row in rows] == [1, "slow", None, 7, 9, 11, 13]  # else the line
@@ -184,65 +165,51 @@ def test_prompts_from_a_file(tmp_path):
         assert row["finish_reason"] == "stop"
     assert rows[1]["tokens"] == rows[1]["forwards"]
     assert all(row["tokens"] > 2 * row["forwards"] for row in rows[2:])
-
-    (tmp_path / "in.txt").write_text("\n".join(problem["prompt"] for problem in problems))
-    plain = results(command("apps.batch", tmp_path / "in.txt", "--block-cache", 8))
+    plain = answer([problem["prompt"] for problem in problems], "--block-cache", 8)
     assert [row["response"] for row in plain] == [row["response"] for row in rows]
 
 
-def test_answers_are_training_data(tmp_path):
+def test_answers_are_training_data(answer, chat):
     """As they are; a response that was cut short gets no end-of-turn target."""
-    chat = load(str(ROOT / "toy/mars"))[1]
-    (tmp_path / "in.txt").write_text(PROMPT + "\n")
     for max_new, reason in ((60, "stop"), (20, "length")):
-        [row] = results(command("apps.batch", tmp_path / "in.txt", "--max-new", max_new, *MARS))
+        [row] = answer([PROMPT], "--max-new", max_new)
         assert row["finish_reason"] == reason
         example = encode(row, chat, eos=2, max_length=512)
         assert example.targets == row["tokens"]
         assert (example.tokens[-1] == 2) == (reason == "stop")
     messages = [{"role": "system", "content": "Hi"}, {"role": "user", "content": PROMPT}]
-    (tmp_path / "in.txt").write_text(json.dumps({"messages": messages}))
-    [row] = results(command("apps.batch", tmp_path / "in.txt", *MARS))
+    [row] = answer([{"messages": messages}])
     example = encode(row, chat, eos=2, max_length=512)
     assert chat.decode(example.tokens[example.prompt :]) == row["response"]
 
 
-def test_a_question_is_a_prompt(tmp_path):
-    """apps.batch refused the rows of GSM8K, which bench.quality reads."""
-    chat = load(str(ROOT / "toy/mars"))[1]
-    rows = [{"prompt": PROMPT}, {"question": PROMPT, "answer": "43"}]
-    rows.append({"prompt": None, "question": PROMPT})
-    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    answered = results(command("apps.batch", tmp_path / "in.jsonl", *MARS))
-    assert {row["response"] for row in answered} == {answered[0]["response"]}
-    assert all(row["prompt"] == PROMPT for row in answered)
-    [first, *others] = [encode(row, chat, eos=2, max_length=512) for row in answered]
-    assert all(other == first for other in others)
-    pair = {"question": PROMPT, "response": answered[0]["response"]}
-    assert encode(pair, chat, eos=2, max_length=512) == first
+def test_a_question_is_a_prompt(answer, chat):
+    """As the rows of GSM8K have it, in a file of prompts and in training."""
+    questions = [{"question": PROMPT, "answer": "43"}, {"prompt": None, "question": PROMPT}]
+    rows = answer([{"prompt": PROMPT}, *questions])
+    assert {row["prompt"] for row in rows} == {PROMPT}
+    assert {row["response"] for row in rows} == {rows[0]["response"]}
+    pair = {"question": PROMPT, "response": rows[0]["response"]}
+    [first, *others] = [encode(row, chat, eos=2, max_length=512) for row in [*rows, pair]]
+    assert others == [first] * 3
 
 
-def test_every_prompt_of_a_file_has_its_own_draws(tmp_path):
-    (tmp_path / "in.txt").write_text(4 * (PROMPT + "\n"))
-    words = ("apps.batch", tmp_path / "in.txt", "--temperature", 1.5, "--max-new", 30)
-    one = results(command(*words, "--rows", 1))
-    three = results(command(*words, "--rows", 3))
+def test_every_prompt_of_a_file_has_its_own_draws(answer):
+    words = ("--temperature", 1.5, "--max-new", 30)
+    one = answer(4 * [PROMPT], *words, "--rows", 1)
+    three = answer(4 * [PROMPT], *words, "--rows", 3)
     assert one == three and len({row["response"] for row in one}) > 1
 
 
-def test_tau_falls_while_prompts_wait(tmp_path):
+def test_tau_falls_while_prompts_wait(answer):
     """--tau 1 --tau-busy .5, one row: all but the last answer several tokens at a time."""
-    (tmp_path / "in.txt").write_text(3 * (PROMPT + "\n"))
-    words = ("--rows", 1, "--tau", 1, "--tau-busy", 0.5)
-    *busy, calm = results(command("apps.batch", tmp_path / "in.txt", *words))
+    *busy, calm = answer(3 * [PROMPT], "--rows", 1, "--tau", 1, "--tau-busy", 0.5)
     assert calm["tokens"] == calm["forwards"]
     assert all(row["tokens"] > 3 * row["forwards"] for row in busy)
 
 
-def test_answers_come_as_soon_as_those_before_are_done(tmp_path, monkeypatch):
+def test_answers_come_as_soon_as_those_before_are_done(answer, monkeypatch):
     """The first is slow, so the second waits for it; but nothing waits for the third."""
-    rows = [{"prompt": PROMPT, "tau": 1}, {"prompt": PROMPT}, {"prompt": PROMPT, "tau": 1}]
-    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     begun = []
     printed = []
     step = Decoder.step
@@ -251,111 +218,18 @@ def test_answers_come_as_soon_as_those_before_are_done(tmp_path, monkeypatch):
         if not begun:
             begun.extend(self.scheduler.waiting)
         printed.append(sys.stdout.getvalue().count("\n"))
-        done = [answer.done for answer in begun] + [False]
+        done = [sequence.done for sequence in begun] + [False]
         assert printed[-1] == done.index(False)
         return step(self)
 
     monkeypatch.setattr(Decoder, "step", spy)
-    rows = results(command("apps.batch", tmp_path / "in.jsonl", "--rows", 2))
+    slow = {"prompt": PROMPT, "tau": 1}
+    rows = answer([slow, {"prompt": PROMPT}, slow], "--rows", 2)
     assert [row["id"] for row in rows] == [1, 2, 3] and set(printed) == {0, 2, 3}
 
 
-def test_one_token_at_a_time_is_what_was_asked_for(tmp_path):
-    """Lines with "tau": 1 got the hint that the model accepts 1.0 tokens per forward."""
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": PROMPT, "tau": 1}))
-    done = command("apps.batch", tmp_path / "in.jsonl", *MARS)
-    assert done.status == 0 and done.err.count("\n") == 1
-    assert re.fullmatch(r"51 tokens: 1\.00 tokens per forward, \d+ tok/s\n", done.err)
-
-
-def test_text_that_looks_like_json(tmp_path):
-    """A prompt that begins with a brace failed the file, and one in quotes did."""
+def test_text_that_looks_like_json(answer):
+    """A prompt may begin with a brace or stand in quotes."""
     lines = ["{x} is a set. What is it?", "[1, 2] + [3]?", '"Mia has 5 bags?"', "42"]
-    (tmp_path / "in.txt").write_text("\r".join(lines))
-    done = command("apps.batch", tmp_path / "in.txt", "--max-new", 4, *MARS)
-    assert [row["prompt"] for row in results(done)] == lines
-
-
-def test_a_reader_of_answers_that_goes_away():
-    done = process("-m", "apps.batch", "toy/test.jsonl", "--rows", 2, redirect="| head -1")
-    assert json.loads(done.out)["id"] == 1 and "Traceback" not in done.err
-
-
-EITHER = "either every line is a JSON object, or every line is text"
-TURN = {"role": "user", "content": "Hi"}
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("", "in: empty; expected a prompt per line, or JSONL"),
-        (" \n\n", "in: empty; expected a prompt per line, or JSONL"),
-        ("?\n" + 3000 * "plums ", "in:2: a prompt of 3"),
-        ('{"prompt": "?"}\n\n{not json}', "in:3: not JSON"),
-        ('{"prompt": "?"}\nplain', "in:2: not JSON"),
-        # JSON with a mistake was answered as text:
-        ('{"prompt": "?",}', "in:1: not JSON"),
-        ("{'prompt': '?'}", "in:1: not JSON"),
-        ('[\n{"prompt": "?"}\n]', "in:1: not JSON"),
-        ('plain\n{"prompt": "?"}', f"in:2: {EITHER}"),
-        # JSON that is not an object was taken for the text itself:
-        ('["hello"]', "in:1: not a JSON object"),
-        ('{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
-        ({"query": "?"}, "in:1: neither a prompt nor messages"),
-        ({"question": 7}, "in:1: content that is not text"),
-        ('{"id": 1}', "in:1: neither a prompt nor messages"),
-        ({"prompt": None}, "in:1: "),
-        ({"prompt": 7}, "in:1: content that is not text"),
-        ({"messages": "hello"}, "in:1: neither a prompt nor messages"),
-        ({"messages": 7}, "in:1: neither a prompt nor messages"),
-        ({"messages": []}, "in:1: neither a prompt nor messages"),
-        ({"messages": [{"role": "user", "content": None}]}, "in:1: content that is not text"),
-        ({"messages": [{"role": "user"}]}, "in:1: content that is not text"),
-        ({"messages": [TURN, {"role": "assistant", "content": "Hello"}]}, "in:1: the last message"),
-        ({"prompt": "?", "tau": 2}, "in:1: tau 2: must be between 0 and 1"),
-        ({"prompt": "?", "tau": float("nan")}, "in:1: tau nan: must be between 0 and 1"),
-        ({"prompt": "?", "tau": "low"}, "in:1: tau must be a number"),
-        ({"prompt": "half \ud83d"}, "in:1: "),
-        # Training and --prompt refuse these, but a file of prompts took them:
-        ({"prompt": " "}, "in:1: a blank prompt"),
-        ({"messages": [{"content": "Hi"}]}, "in:1: a message without a role"),
-        ({"messages": [{"role": "", "content": "Hi"}]}, "in:1: a message without a role"),
-        ({"messages": [TURN | {"tool_calls": [{"name": "f"}]}]}, "in:1: a tool call"),
-        ({"prompt": "?", "tau": True}, "in:1: tau must be a number"),
-        ({"prompt": "?", "tau": "0.7"}, "in:1: tau must be a number"),
-        # The line was said to be 0:
-        (b"caf\xe9", "in:1: not UTF-8"),
-        (b"ok\n\ncaf\xe9\n", "in:3: not UTF-8"),
-        # The message was "[Errno 2] No such file or directory: 'in'":
-        (None, "error: {path}/in: No such file or directory"),
-    ],
-)
-def test_bad_files_of_prompts(tmp_path, content, message):
-    """An error in any line comes before the first answer."""
-    if isinstance(content, dict):
-        content = json.dumps({"prompt": "?"}) + "\n" + json.dumps(content)
-        message = message.replace("in:1:", "in:2:")
-    if isinstance(content, str):
-        content = content.encode()
-    if content is not None:
-        (tmp_path / "in").write_bytes(content)
-    done = command("apps.batch", *MARS, tmp_path / "in")
-    assert is_refused(done, message.replace("{path}", str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ((), "the following arguments are required: FILE"),
-        (("",), "FILE: must name a file"),
-        (("/",), "Is a directory"),
-        (("in", "--tau-busy", 7), "tau 7.0: must be between 0 and 1"),
-        (("in", "--tau-busy", "low"), "--tau-busy: must be a number, not 'low'"),
-        (("in", "--rows", 0), "--rows: must be at least 1, not 0"),
-        (("in", "--out", "x"), "unrecognized arguments: --out x"),
-    ],
-)
-def test_bad_options_of_a_batch(tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in").write_text(PROMPT)
-    assert is_refused(command("apps.batch", *MARS, *words), message)
+    rows = answer(lines, "--max-new", 4, separator="\r")
+    assert [row["prompt"] for row in rows] == lines
