@@ -12,7 +12,7 @@ from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.files import save
 from plumbing.packing import collate
-from train import PADDING, Forward, Streams
+from train import PADDING, ForwardInput, Streams
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "toy/base"  # a config and a tokenizer without weights
@@ -96,7 +96,7 @@ def save_model(model: Qwen2, chat: Chat, directory: Path, dtype=torch.bfloat16) 
     save(directory, config_json(model.config), chat, model.state_dict(), dtype)
 
 
-def unpacked(examples: list[Streams]) -> Forward:
+def unpacked(examples: list[Streams]) -> ForwardInput:
     """A row for each example."""
     width = max(len(streams.tokens) for streams in examples)
-    return Forward(*collate([[streams] for streams in examples], width, PADDING))
+    return ForwardInput(*collate([[streams] for streams in examples], width, PADDING))

@@ -27,7 +27,7 @@ from decode import generate
 from model import MLP, load, visible
 from plumbing import attention
 from plumbing.data import Example
-from train import forwards, lay_out, losses, naive_loss
+from train import forward_inputs, lay_out, losses, naive_loss
 
 
 def test_response_only_masks_give_the_two_stream_loss():
@@ -162,7 +162,7 @@ def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch):
         examples = [random_example(rng, model.config.block) for _ in range(6)]
         options = arguments("--batch-tokens", 512)
         width = rng.choice([None, 160])  # with a width, several examples share a row
-        for forward in forwards(examples, model.config, options, width):
+        for forward in forward_inputs(examples, model.config, options, width):
             dense = train.hidden_states(model, forward)
             with monkeypatch.context() as patch:
                 patch.setattr(train, "can_use_flex", lambda *_: True)

@@ -21,7 +21,7 @@ import train
 from model import Qwen2
 from plumbing.data import Example, Step
 from plumbing.jsonl import JsonlFile
-from train import forwards, losses
+from train import forward_inputs, losses
 
 # ------------------------------------------------------------------------------ examples and data
 
@@ -116,7 +116,7 @@ def whole_step(
     model.zero_grad()
     sums = torch.zeros(2).double()
     for rank in range(worlds):
-        for forward in forwards(examples, model.config, args, width, rank, worlds):
+        for forward in forward_inputs(examples, model.config, args, width, rank, worlds):
             noisy, clean = losses(model, forward.to(model.device), args.mask_weight)
             (noisy + args.ar_weight * clean).backward()
             sums += torch.stack([noisy, clean]).detach().cpu()

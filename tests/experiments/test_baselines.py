@@ -15,7 +15,7 @@ from experiments.paper import baselines
 from experiments.paper.baselines import diffuse, jacobi, noise
 from model import load
 from plumbing.data import Example, encode
-from train import Forward, lay_out, losses
+from train import ForwardInput, lay_out, losses
 
 
 def window_logits(model, text: list[int], prompt: int, window: list[int]) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_over_t_weights_whole_examples():
         model.config.block = 4
         example = random_example(rng)
         layout = lay_out(example, 4, MASK, 1 / example.targets)
-        noisy, clean = losses(model, Forward(*(field[None] for field in layout)))
+        noisy, clean = losses(model, ForwardInput(*(field[None] for field in layout)))
         for ar_weight in (0.0, 0.5):
             args = SimpleNamespace(block=4, ar_weight=ar_weight)
             expected = (noisy + ar_weight * clean) / noise(example, 0)[0]

@@ -10,7 +10,7 @@ from training import arguments, random_example, whole_step
 import train
 from plumbing.data import Example
 from plumbing.packing import pack, round_up
-from train import forwards, lay_out, losses
+from train import forward_inputs, lay_out, losses
 
 
 def test_round_up():
@@ -33,7 +33,7 @@ def test_packing():
         assert len(rows) == 1 or min(filled) + sorted(filled)[1] > width
 
 
-def most_examples_in_a_row(forward: train.Forward) -> int:
+def most_examples_in_a_row(forward: train.ForwardInput) -> int:
     return max(len(set(row.tolist()) - {-1}) for row in forward.doc)
 
 
@@ -54,7 +54,9 @@ def test_the_forwards_of_a_step():
         args = arguments("--batch-tokens", rng.choice([1024, 4096]))
         total = sum(len(lay_out(e, config.block, 1, 0.5).tokens) for e in examples)
         for row_width in (1216, None):
-            each = [forwards(examples, config, args, row_width, r, worlds) for r in range(worlds)]
+            each = [
+                forward_inputs(examples, config, args, row_width, r, worlds) for r in range(worlds)
+            ]
             assert len({len(some) for some in each}) == 1
             together = [batch for some in each for batch in some]
             assert total == sum(int((batch.doc >= 0).sum()) for batch in together)
@@ -114,6 +116,6 @@ def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
             width = rng.choice([None, 160, 224])
             found = whole_step(model, examples, args, worlds, width)
             assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-            first = forwards(examples, model.config, args, width, 0, worlds)
+            first = forward_inputs(examples, model.config, args, width, 0, worlds)
             shared += sum(most_examples_in_a_row(batch) > 1 for batch in first)
     assert shared > 10  # rows that several examples share
