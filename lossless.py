@@ -51,77 +51,6 @@ FIRST_LOOKED_UP = 4  # guesses from the text to begin with, so that a short answ
 MOST_LOOKED_UP = 10  # and at most, where they were right
 
 
-class Lookup:
-    """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
-
-    They are cut to twice as many as were right the last time, but not below one. So a text that
-    does not repeat itself costs hardly a position, and one that does soon gets MOST_LOOKED_UP.
-    """
-
-    def __init__(self):
-        self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
-        self.num_read = RUN  # tokens of the text, at the last call
-        self.most = FIRST_LOOKED_UP
-        self.from_masks: list[int] = []  # this and the next: of the last call
-        self.found: list[int] = []  # before the cut to self.most
-
-    def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
-        """What comes after a text and the masks' guesses."""
-        self.judge(text)
-        for place in range(self.num_read, len(text)):
-            self.place_after[tuple(text[place - RUN : place])] = place
-        self.num_read = len(text)
-        last_run = (text[-RUN:] + from_masks)[-RUN:]
-        place = self.place_after.get(tuple(last_run), len(text))
-        self.from_masks = list(from_masks)
-        self.found = text[place : place + MOST_LOOKED_UP]
-        return self.found[: self.most]
-
-    def judge(self, text: list[int]) -> None:
-        """Set how many to offer, by how many of those that were found last have come."""
-        came = text[self.num_read :]
-        num_masks = len(self.from_masks)
-        if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
-            num_right = num_in_common(came[num_masks:], self.found)
-            self.most = min(MOST_LOOKED_UP, max(1, 2 * num_right))
-
-
-@dataclass
-class State:
-    """What a sequence keeps between two forwards, in `sequence.state`."""
-
-    guesses: list[int] = field(default_factory=list)  # tokens for the next forward to check
-    groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
-    lookup: Lookup = field(default_factory=Lookup)
-    checked: list[int] = field(default_factory=list)  # number of guesses, of each forward
-
-    def useful_masks(self, held: int, block: int) -> range:
-        """Which masks predict a place that is open, and saw no guess that failed.
-
-        Positions are counted from x, the last real token: after it come the guesses, then the
-        groups, `block` masks each. The best group saw the most guesses, all of which hold. If it
-        saw j of the `held` guesses, its first held - j masks predict guesses that hold.
-        """
-        saw_no_failure = [j for j in self.groups if j <= held]
-        if not saw_no_failure:
-            return range(0)
-        j = max(saw_no_failure)
-        start = 1 + len(self.guesses) + self.groups.index(j) * block
-        return range(start + held - j, start + block)
-
-    def plan(self, candidates: list[int], chances: list[float], most_groups: int) -> None:
-        """Set the guesses, as far as they are worth a position, and the groups to feed with them.
-
-        chances: of each candidate, how likely it holds if all before it do.
-        """
-        num_worth = 0
-        for all_hold in itertools.accumulate(chances, operator.mul):
-            if all_hold >= LEAST_PROBABILITY:
-                num_worth += 1
-        self.guesses = candidates[:num_worth]
-        self.groups = likely_groups(chances[:num_worth], most_groups)
-
-
 class Lossless:
     """The decoding method of `verify`."""
 
@@ -217,6 +146,77 @@ class Lossless:
         """(R, C, V), at columns (R, C) of hidden (R, T, D): the best token is the one to take."""
         logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
         return with_dice(logits, sequences, self.temperature, self.seed, ahead)
+
+
+class Lookup:
+    """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
+
+    They are cut to twice as many as were right the last time, but not below one. So a text that
+    does not repeat itself costs hardly a position, and one that does soon gets MOST_LOOKED_UP.
+    """
+
+    def __init__(self):
+        self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
+        self.num_read = RUN  # tokens of the text, at the last call
+        self.most = FIRST_LOOKED_UP
+        self.from_masks: list[int] = []  # this and the next: of the last call
+        self.found: list[int] = []  # before the cut to self.most
+
+    def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
+        """What comes after a text and the masks' guesses."""
+        self.judge(text)
+        for place in range(self.num_read, len(text)):
+            self.place_after[tuple(text[place - RUN : place])] = place
+        self.num_read = len(text)
+        last_run = (text[-RUN:] + from_masks)[-RUN:]
+        place = self.place_after.get(tuple(last_run), len(text))
+        self.from_masks = list(from_masks)
+        self.found = text[place : place + MOST_LOOKED_UP]
+        return self.found[: self.most]
+
+    def judge(self, text: list[int]) -> None:
+        """Set how many to offer, by how many of those that were found last have come."""
+        came = text[self.num_read :]
+        num_masks = len(self.from_masks)
+        if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
+            num_right = num_in_common(came[num_masks:], self.found)
+            self.most = min(MOST_LOOKED_UP, max(1, 2 * num_right))
+
+
+@dataclass
+class State:
+    """What a sequence keeps between two forwards, in `sequence.state`."""
+
+    guesses: list[int] = field(default_factory=list)  # tokens for the next forward to check
+    groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
+    lookup: Lookup = field(default_factory=Lookup)
+    checked: list[int] = field(default_factory=list)  # number of guesses, of each forward
+
+    def useful_masks(self, held: int, block: int) -> range:
+        """Which masks predict a place that is open, and saw no guess that failed.
+
+        Positions are counted from x, the last real token: after it come the guesses, then the
+        groups, `block` masks each. The best group saw the most guesses, all of which hold. If it
+        saw j of the `held` guesses, its first held - j masks predict guesses that hold.
+        """
+        saw_no_failure = [j for j in self.groups if j <= held]
+        if not saw_no_failure:
+            return range(0)
+        j = max(saw_no_failure)
+        start = 1 + len(self.guesses) + self.groups.index(j) * block
+        return range(start + held - j, start + block)
+
+    def plan(self, candidates: list[int], chances: list[float], most_groups: int) -> None:
+        """Set the guesses, as far as they are worth a position, and the groups to feed with them.
+
+        chances: of each candidate, how likely it holds if all before it do.
+        """
+        num_worth = 0
+        for all_hold in itertools.accumulate(chances, operator.mul):
+            if all_hold >= LEAST_PROBABILITY:
+                num_worth += 1
+        self.guesses = candidates[:num_worth]
+        self.groups = likely_groups(chances[:num_worth], most_groups)
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:

@@ -3,7 +3,7 @@
     python train.py --objective sft --data dolci.jsonl --out sft    # stage 1: ordinary fine-tuning
     python train.py --model sft --data dolci.jsonl                  # stage 2: the same, with masks
 
-Two streams share one causal inputs. The clean stream is the ordinary sequence. The noisy stream
+Two streams share one causal forward. The clean stream is the ordinary sequence. The noisy stream
 repeats the response with every token replaced by `<|mask|>`, and sees what a decoder will see: the
 clean tokens before its block, and the masks of its block so far. In both streams a position
 predicts the token after its own place.

@@ -13,7 +13,7 @@ from training import arguments, gradient, random_example
 
 import train
 from plumbing.data import Example
-from train import expected_weights, forward_inputs, losses
+from train import expected_weights, losses
 
 
 def smoothed(p: float) -> float:
@@ -53,7 +53,9 @@ def test_the_weights_are_the_slow_ones_and_constants():
         block = model.config.block = rng.randint(1, 8)
         examples = [random_example(rng, block) for _ in range(3)]
         args = arguments("--batch-tokens", 640)
-        [forward] = forward_inputs(examples, model.config, args, row_width=rng.choice([160, 320]))
+        [forward] = train.forward_inputs(
+            examples, model.config, args, row_width=rng.choice([160, 320])
+        )
         at = train.positions_with_target(forward)
         logits = model.logits(train.hidden_states(model, forward)[at])
         nats = F.cross_entropy(logits, forward.target[at], reduction="none").detach()
