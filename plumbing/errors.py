@@ -32,7 +32,9 @@ def run_main(
     out_of_memory: str = "use smaller batches, fewer rows or shorter texts",
 ) -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
-    mend_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # its encoding may lack a character
+            stream.reconfigure(errors="replace")
     use_free_cores()
     try:
         main()
@@ -52,18 +54,6 @@ def run_main(
         if not is_out_of_memory(error):
             raise  # a bug of ours keeps its traceback
         stop(f"out of memory: {out_of_memory} ({first_line(error)})")
-
-
-def mend_streams() -> None:
-    """A standard stream may be closed, or its encoding may lack a character."""
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
 
 
 def stop(message: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .errors import UserError, describe
+from .errors import UserError
 from .processes import leads
 
 
@@ -18,11 +18,7 @@ class JsonlFile:
         self.path = path
         self.offsets = array("Q")
         self.checksum = 0  # of the whole file: an edited file is another file
-        try:
-            self.file = open(path, "rb")
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"{path}: cannot be read ({reason})") from None
+        self.file = open(path, "rb")
         if not self.file.seekable():
             raise UserError(f"{path}: a pipe, but rows are read in any order; write it to a file")
         self._index()
@@ -52,9 +48,9 @@ def parse_object(line: str | bytes, where: str) -> dict:
     """The JSON object in a line; anything else is a UserError."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         hint = "is it compressed or parquet? unpack or convert it to JSONL"
-        raise UserError(f"{where}: not JSON ({describe(error)}; {hint})") from None
+        raise UserError(f"{where}: not JSON ({error}; {hint})") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but {str(row)[:40]}")
     return row

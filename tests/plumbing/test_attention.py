@@ -51,7 +51,7 @@ def by_the_formula(q, k, v, mask) -> torch.Tensor:
 
 def fold_and_attend(q, k, v, mask, num_threads: int) -> torch.Tensor:
     config = SimpleNamespace(num_attention_heads=q.size(1), num_key_value_heads=k.size(1))
-    folded = attention.fold(mask, config, num_threads, q.dtype)
+    folded = attention.additive_mask(mask, config, num_threads, q.dtype)
     return attention.attend_folded(q, k, v, folded)
 
 

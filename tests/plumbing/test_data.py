@@ -130,39 +130,11 @@ def test_unusable_rows_say_why(chat):
         ({"prompt": "Hi", "response": "half \ud83d"}, "refused by the chat template or the token"),
         ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
         ({"prompt": "Hi", "response": "<|im_end|>"}, "a mask or end-of-turn token"),
+        ({"messages": [{"content": "Hi"}, reply]}, "a role or content that is not text"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 tokens or more"),
     ):
         with pytest.raises(Unusable, match=reason):
             encode(row, chat, EOS, 512)
-
-
-def test_a_huge_row_is_not_tokenized_whole(chat, monkeypatch):
-    """Of 20 MB only the start is given to the tokenizer; the tokens that are kept are the same."""
-    text = "So Mia has 12 plums now. " * 800_000
-    expected = encode({"prompt": "?", "response": text[:4000]}, chat, EOS, 512)
-    given = []
-    plain = Chat.encode
-
-    def counted(self, text):
-        given.append(len(text))
-        return plain(self, text)
-
-    monkeypatch.setattr(Chat, "encode", counted)
-    assert encode({"prompt": "?", "response": text}, chat, EOS, 512) == expected
-    with pytest.raises(Unusable, match="prompt of .* tokens or more"):
-        encode({"prompt": text, "response": "?"}, chat, EOS, 512)
-    assert sum(given) < 200_000
-
-
-@pytest.mark.parametrize("characters_per_token", [1, 64])
-def test_the_start_of_a_text_gets_the_tokens_of_the_whole(chat, monkeypatch, characters_per_token):
-    """Also where the cut falls into long runs of one character, and where tokens are long."""
-    monkeypatch.setattr("plumbing.data.CHARACTERS_PER_TOKEN", characters_per_token)
-    prompt = len(chat.encode(chat.prompt([{"role": "user", "content": "?"}])))
-    for text in ("plums " * 900, " " * 5000, "aaaa" * 1500, "12" * 3000, "🙂" * 900, "\n " * 3000):
-        for room in (1, 7, 20):
-            example = encode({"prompt": "?", "response": text}, chat, EOS, prompt + room)
-            assert response(example) == chat.encode(text)[:room]
 
 
 def test_every_kind_of_row_there_is(chat, tmp_path):
