@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from .errors import UserError, failure_as
-from .files import read_json
+from .files import read_json, write_json
 
 MASK = "<|mask|>"
 CHATML = (
@@ -46,10 +46,7 @@ class Chat:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
         options = {"add_generation_prompt": True} | self.template_options
         with failure_as("the chat template refuses this conversation"):
-            text = self._render(messages=messages, **options)
-        if not text:
-            raise UserError("the chat template makes an empty text of this conversation")
-        return text
+            return self._render(messages=messages, **options)
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -63,8 +60,7 @@ class Chat:
 
     def save(self, directory: Path) -> None:
         (directory / "tokenizer.json").write_text(self.tokenizer.to_str(pretty=True), "utf-8")
-        settings = json.dumps(self.settings, indent=2, ensure_ascii=False)
-        (directory / "tokenizer_config.json").write_text(settings, "utf-8")
+        write_json(directory / "tokenizer_config.json", self.settings)
         (directory / "chat_template.jinja").write_text(self.template, "utf-8")
 
 

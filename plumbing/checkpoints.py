@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one proces
 KEPT = 2  # checkpoints: the newest, and a spare in case it is damaged
 
 
+@dataclass
 class Checkpoints:
     """OUT/checkpoints/step-N, in torch's distributed format: the same for any number of processes.
 
@@ -26,8 +28,7 @@ class Checkpoints:
     one's own. To share a model, share its safetensors.)
     """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    directory: Path
 
     def paths(self) -> list[Path]:
         return sorted(self.directory.glob("step-" + 8 * "[0-9]"))
@@ -57,11 +58,6 @@ class Checkpoints:
             renamed = path.rename(path.with_suffix(".removed.tmp"))  # not where `save` writes
             shutil.rmtree(renamed)
 
-    def remove_leftovers(self) -> None:
-        """What a kill left half-written or half-deleted."""
-        for path in self.directory.glob("step-*.tmp"):
-            shutil.rmtree(path)
-
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the newest checkpoint, in place."""
         path = self.paths()[-1]
@@ -80,6 +76,12 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Tensors only, by name; the optimizer's settings follow from the run's options."""
     weights, optimizer_state = state_dict.get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": optimizer_state["state"]}
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove what a kill left of checkpoints, or of a model, half-written or half-deleted."""
+    for path in [*out.glob("checkpoints/step-*.tmp"), *out.glob("saving-*.tmp")]:
+        shutil.rmtree(path)
 
 
 def whole_weights(model: nn.Module) -> dict:

@@ -44,8 +44,6 @@ def parse_config(raw: dict, kind: type) -> dict:
     raw = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
     if "rope_theta" in rope:  # where transformers 5 writes it
         raw["rope_theta"] = rope["rope_theta"]
-    if raw.get("num_key_value_heads") is None:
-        raw["num_key_value_heads"] = raw.get("num_attention_heads")
     eos = raw.get("eos_token_id")
     if not isinstance(eos, list):
         eos = [eos]

@@ -1,6 +1,7 @@
 """Training data: rows of a JSONL file to examples, and an endless shuffled stream of steps."""
 
 import random
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -9,10 +10,10 @@ from typing import NamedTuple
 
 from .chat import Chat
 from .errors import UserError
-from .jsonl import JsonlFile
+from .jsonl import JsonlFile, with_prompt
 
 
-class Unusable(Exception):
+class Unusable(UserError):
     """Why a row cannot be trained on; such rows are skipped and counted."""
 
 
@@ -34,12 +35,9 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ..
     eos: the token that ends the response; ends: all tokens at which a decoder would stop.
     """
     messages = usable_messages(row)
-    try:
-        text = chat.prompt(messages[:-1])
-        prompt = chat.encode(text)
-        response = chat.encode(messages[-1]["content"])
-    except UserError:
-        raise Unusable("refused by the chat template or the tokenizer") from None
+    text = chat.prompt(messages[:-1])
+    prompt = chat.encode(text)
+    response = chat.encode(messages[-1]["content"])
     for message in messages[:-1]:
         said = message["content"].split("</think>")[-1]  # Qwen3's template drops former thoughts
         if said.strip() not in text:  # and Qwen2.5's some roles
@@ -56,11 +54,12 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ..
     return Example(tokens[:max_length], len(prompt))
 
 
-def with_prompt(row: dict) -> dict:
-    """The row with a `prompt`, also where its name is `question`, as in GSM8K."""
-    if row.get("prompt") is None and row.get("question") is not None:
-        return row | {"prompt": row["question"]}
-    return row
+def encode_prompt(row: dict, chat: Chat) -> list[int]:
+    """Token ids of a prompt. The rules are those of training, which may read the output."""
+    example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
+    if row.get("messages") and row["messages"][-1]["role"] == "assistant":
+        raise Unusable("the last message is the assistant's")
+    return example.tokens[: example.prompt]
 
 
 def usable_messages(row: dict) -> list[dict]:
@@ -129,9 +128,10 @@ class Dataset:
         self.skipped = skipped  # without the rows that were only tried here
 
     def example(self, index: int, epoch: int) -> Example | None:
+        row = self.rows[index]
         try:
-            example = encode(self.rows[index], self.chat, self.eos, self.max_length, self.ends)
-        except Unusable as reason:
+            example = encode(row, self.chat, self.eos, self.max_length, self.ends)
+        except UserError as reason:  # also of the chat template
             if epoch <= 0:  # count a row once, however many epochs there are
                 self.skipped[str(reason)] += 1
             return None

@@ -27,10 +27,7 @@ def failure_as(message: str) -> Iterator[None]:
         raise UserError(f"{message} ({type(error).__name__}: {first_line(error)})") from None
 
 
-def run_main(
-    main: Callable[[], None],
-    out_of_memory: str = "use smaller batches, fewer rows or shorter texts",
-) -> None:
+def run_main(main: Callable[[], None], out_of_memory="use smaller batches or fewer rows") -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # its encoding may lack a character
@@ -51,7 +48,8 @@ def run_main(
     except (MemoryError, RuntimeError) as error:
         if "No working C++ compiler" in str(error):
             stop("--compile needs a C++ compiler: install one, or leave it out")
-        if not is_out_of_memory(error):
+        text = f"{type(error).__name__}: {first_line(error)}".lower()
+        if not re.search("memoryerror|out of ?memory|allocate memory", text):
             raise  # a bug of ours keeps its traceback
         stop(f"out of memory: {out_of_memory} ({first_line(error)})")
 
@@ -70,9 +68,3 @@ def describe(error: Exception) -> str:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Only on a GPU does torch raise an exception type of its own."""
-    text = f"{type(error).__name__}: {first_line(error)}".lower()
-    return re.search("memoryerror|out of ?memory|allocate memory", text) is not None

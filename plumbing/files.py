@@ -94,12 +94,6 @@ def all_or_nothing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove the folders of `all_or_nothing` that a kill left."""
-    for folder in directory.glob("saving-*.tmp"):
-        shutil.rmtree(folder)
-
-
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path; when it returns, that file takes the place of `path`."""
     with all_or_nothing(path.parent) as folder:

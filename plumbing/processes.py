@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from .errors import UserError, run_main
+from .errors import UserError, describe, run_main
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -43,12 +43,14 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A UserError in one process stops all of them: the others would wait for it forever."""
+    """What the user can fix in one process stops all: the others would wait for it forever."""
     message = None
     try:
         yield
     except UserError as error:
         message = str(error)
+    except OSError as error:
+        message = describe(error)
     if dist.is_initialized():
         messages = [None] * dist.get_world_size()
         dist.all_gather_object(messages, message)
@@ -153,6 +155,5 @@ def run(main: Callable[[], None], out_of_memory: str) -> None:
         status = stop.code
     if dist.is_torchelastic_launched():
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)

@@ -2,17 +2,16 @@
 
 import argparse
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
 
-from .checkpoints import Checkpoints, whole_weights
+from .checkpoints import Checkpoints, remove_leftovers, whole_weights
 from .config import config_json
 from .data import reasons
 from .errors import UserError, failure_as
-from .files import atomic_write, has_model, remove_leftovers, save
+from .files import atomic_write, has_model, save
 from .jsonl import JsonlFile
 from .processes import largest, leads, say, together
 from .signals import StopSignal
@@ -30,7 +29,6 @@ def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
     for name, value in vars(args).items():
         if name not in MAY_CHANGE:
             facts["--" + name.replace("_", "-")] = str(value)
-    facts["--model"] = os.path.normpath(args.model)  # toy/sft/ is toy/sft
     return facts
 
 
@@ -72,7 +70,6 @@ class Run:
         with together(), failure_as(f"--out {self.out}: cannot be written to"):
             if leads():
                 self.out.mkdir(parents=True, exist_ok=True)
-                self.checkpoints.remove_leftovers()
                 remove_leftovers(self.out)
                 if not self.found:
                     self.checkpoints.remove(self.checkpoints.paths())

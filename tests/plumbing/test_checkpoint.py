@@ -8,8 +8,7 @@ import torch
 from common import ROOT, save_model
 from safetensors.torch import load_file, save_file
 
-from model import Config, load
-from plumbing.config import read_config
+from model import load
 from plumbing.errors import UserError
 
 
@@ -84,14 +83,6 @@ def test_config_forms_that_are_accepted(checkpoint):
         edit_config(checkpoint, **changes)
         assert load(str(checkpoint))[0].config.rope_theta == theta
         edit_config(checkpoint, rope_theta=theta)
-
-
-def test_key_heads_that_are_left_out_are_as_many_as_the_query_heads(checkpoint):
-    """As transformers reads such a config.json."""
-    assert read_config(checkpoint, Config).num_key_value_heads == 2
-    edit_config(checkpoint, num_key_value_heads="absent")
-    config = read_config(checkpoint, Config)
-    assert config.num_key_value_heads == config.num_attention_heads == 4
 
 
 def test_one_end_of_turn_or_several(checkpoint):
