@@ -153,15 +153,6 @@ def test_inductor_is_eager(dtype):
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "dtype, compile, expected",
-    [(torch.float32, False, 64), (torch.bfloat16, False, 192), (torch.bfloat16, True, 256)],
-)
-def test_spans_are_multiples_of(dtype, compile, expected):
-    model = tiny_model(random.Random(0)).to(dtype)
-    assert attention.span_unit(model, compile) == expected
-
-
 @torch.inference_mode()
 def test_in_bfloat16_more_hidden_slots_change_no_bit():
     """Where the span of a row's neighbour is longer, torch adds up over more blocks of 192 slots;
