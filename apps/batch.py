@@ -20,9 +20,9 @@ from tqdm import tqdm
 from decode import Decoder, Options, Sequence, check_tau, load_for_decoding
 from plumbing.arguments import Parser, number, path, read_options
 from plumbing.chat import Chat
-from plumbing.data import Unusable
+from plumbing.data import Unusable, encode_prompt
 from plumbing.errors import UserError, run_main
-from plumbing.prompts import encode_prompt, read_rows
+from plumbing.jsonl import read_rows
 from plumbing.terminal import note, statistics
 
 

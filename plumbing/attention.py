@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from .cpu import fast_copy
 
@@ -18,7 +18,7 @@ NARROW = 96  # positions per row: with more there is nothing left to gain from f
 # ---------------------------------------------------------------------------------------- decoding
 
 
-def fold(mask: Tensor, config, num_threads: int, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, config, num_threads: int, dtype: torch.dtype) -> Tensor:
     """The mask (R, 1, T, S) as `attend_folded` takes it: 0 where visible, else -inf; maybe folded.
 
     Made once for all layers; torch would turn a mask of booleans into this one in each of them.
@@ -33,7 +33,7 @@ def fold(mask: Tensor, config, num_threads: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """model.attend, with a mask from `fold`."""
+    """model.attend, with a mask from `additive_mask`."""
     R, num_heads, T, head_dim = q.shape
     num_queries = mask.size(2)
     if num_queries > T:
@@ -76,7 +76,7 @@ class FastModel:
         forward = self.fast
         if self.compiled and not is_prefill:
             forward = self.compiled
-        mask = fold(mask, self.config, self.num_threads, self.fast.dtype)
+        mask = additive_mask(mask, self.config, self.num_threads, self.fast.dtype)
         return forward(tokens, pos, mask, self.cache, attend_folded)
 
 
@@ -104,8 +104,6 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention, dynamic=False)
 
 

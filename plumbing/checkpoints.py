@@ -2,28 +2,24 @@
 
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 
 from .errors import failure_as
-from .files import atomic_write, read_json, write_json
+from .files import read_json, write_json
 from .processes import leads, together
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
 KEPT = 2  # checkpoints: the newest, and a spare in case it is damaged
-DAMAGED = "damaged; delete it to resume from the one before"
 
 
+@dataclass
 class Checkpoints:
     """OUT/checkpoints/step-N, in torch's distributed format: the same for any number of processes.
 
@@ -32,8 +28,7 @@ class Checkpoints:
     one's own. To share a model, share its safetensors.)
     """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    directory: Path
 
     def paths(self) -> list[Path]:
         return sorted(self.directory.glob("step-" + 8 * "[0-9]"))
@@ -44,22 +39,18 @@ class Checkpoints:
         return read_json(paths[-1] / "progress.json") if paths else None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
-        path = self.directory / step_name(progress["step"])
+        path = self.directory / f"step-{progress['step']:08d}"
         temporary = path.with_suffix(".tmp")
-        with together(f"{path}: not saved; those before it are intact"):
+        what = "not saved (is the disk full?); those before it are intact"
+        with together(), failure_as(f"{path}: {what}"):
             try:
                 dcp.save(tensors_of(model, optimizer), checkpoint_id=temporary)
                 if leads():
-                    atomic_write(
-                        temporary / "progress.json", lambda file: write_json(file, progress)
-                    )
+                    write_json(temporary / "progress.json", progress)
                     temporary.rename(path)
                     self.remove(self.paths()[:-KEPT])
-            except BaseException as error:
-                is_full = shutil.disk_usage(self.directory.parent).free < 2**20
+            except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
-                if is_full and not isinstance(error, KeyboardInterrupt):  # torch does not say so
-                    raise OSError("no space left on device") from None
                 raise
 
     def remove(self, paths: list[Path]) -> None:
@@ -67,42 +58,33 @@ class Checkpoints:
             renamed = path.rename(path.with_suffix(".removed.tmp"))  # not where `save` writes
             shutil.rmtree(renamed)
 
-    def remove_leftovers(self) -> None:
-        """What a kill left half-written or half-deleted."""
-        for path in self.directory.glob("step-*.tmp"):
-            shutil.rmtree(path)
-
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the newest checkpoint, in place."""
         path = self.paths()[-1]
-        with together(f"{path}: {DAMAGED}"):
-            with failure_as(f"{path}: {DAMAGED}"):  # dcp.load would print a traceback, and go on
-                dcp.FileSystemReader(path).read_metadata()
-            state = tensors_of(model, optimizer)
-            dcp.load(state, checkpoint_id=path)
-            optimizer_state = {
-                "state": state["optimizer"],
-                "param_groups": get_state_dict(model, optimizer)[1]["param_groups"],
-            }
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=optimizer_state,
+        with together(), failure_as(f"{path}: damaged; delete it to resume from the one before"):
+            dcp.FileSystemReader(path).read_metadata()  # of a damaged file `load` prints more
+            found = tensors_of(model, optimizer)
+            dcp.load(found, checkpoint_id=path)
+            _, states = state_dict.get_state_dict(model, optimizer)
+            states["state"] = found["optimizer"]
+            state_dict.set_state_dict(
+                model, optimizer, model_state_dict=found["model"], optim_state_dict=states
             )
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Tensors only, by name; the optimizer's settings follow from the run's options."""
-    weights, optimizer_state = get_state_dict(model, optimizer)
+    weights, optimizer_state = state_dict.get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": optimizer_state["state"]}
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove what a kill left of checkpoints, or of a model, half-written or half-deleted."""
+    for path in [*out.glob("checkpoints/step-*.tmp"), *out.glob("saving-*.tmp")]:
+        shutil.rmtree(path)
 
 
 def whole_weights(model: nn.Module) -> dict:
     """The state_dict of a model that may be sharded, whole and on the CPU."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return state_dict.get_model_state_dict(model, options=options)

@@ -1,6 +1,6 @@
 """config.json of transformers 4 or 5, to and from the fields of model.Config; what is refused."""
 
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from .errors import UserError
@@ -39,28 +39,17 @@ def parse_config(raw: dict, kind: type) -> dict:
         require("mlp_bias", raw.get("mlp_bias") or False, False)
     require("hidden_act", raw.get("hidden_act", "silu"), "silu")
     require("rope_type", rope_type, "default")
-    if uses_sliding_window(raw):
-        raise ValueError("sliding-window attention is not supported")
+    require("sliding-window attention", raw.get("use_sliding_window") or False, False)
 
     raw = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
     if "rope_theta" in rope:  # where transformers 5 writes it
         raw["rope_theta"] = rope["rope_theta"]
-    if raw.get("num_key_value_heads") is None:
-        raw["num_key_value_heads"] = raw.get("num_attention_heads")
     eos = raw.get("eos_token_id")
-    if eos is None:
-        eos = []
-    elif not isinstance(eos, list):
+    if not isinstance(eos, list):
         eos = [eos]
     raw["eos_token_id"] = tuple(eos)
-
-    known = {}
-    for field in fields(kind):
-        if raw.get(field.name) is not None:
-            known[field.name] = raw[field.name]
-        elif field.default is MISSING:
-            raise ValueError(f"{field.name} is missing")
-    return known
+    names = [field.name for field in fields(kind)]
+    return {name: raw[name] for name in names if raw.get(name) is not None}
 
 
 def require(name: str, value: object, *supported: object) -> None:
@@ -69,35 +58,21 @@ def require(name: str, value: object, *supported: object) -> None:
         raise ValueError(f"{name} {value!r} is not supported, only {alternatives}")
 
 
-def uses_sliding_window(raw: dict) -> bool:
-    if not raw.get("use_sliding_window"):
-        return False
-    if raw.get("layer_types"):
-        return "sliding_attention" in raw["layer_types"]
-    return raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
-
-
 def check_config(config) -> None:
     """Raise ValueError for values of a model.Config that are impossible."""
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.type in (int, int | None) and value is not None and field.name != "mask_token_id":
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
-        if field.type is float and (type(value) not in (int, float) or value <= 0):
+        is_number = field.type in (int, float, int | None) and field.name != "mask_token_id"
+        if is_number and value is not None and (type(value) not in (int, float) or value <= 0):
             raise ValueError(f"{field.name} {value!r}: must be a number above 0")
-        if field.type is bool and not isinstance(value, bool):
-            raise ValueError(f"{field.name} {value!r}: must be true or false")
-    if config.head_dim is None and config.hidden_size % (2 * config.num_attention_heads):
-        raise ValueError("hidden_size must be a multiple of 2 * num_attention_heads")
-    if config.head_dim is not None and config.head_dim % 2:
-        raise ValueError(f"head_dim {config.head_dim}: must be even")
+    head_dim = config.head_dim or config.hidden_size / config.num_attention_heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim:g}: must be even")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
     ends = config.eos_token_id
     if not ends or not all(type(id) is int and 0 <= id < config.vocab_size for id in ends):
-        where = "of generation_config.json, or of config.json"
-        raise ValueError(f"eos_token_id {list(ends)} ({where}): no tokens that could end a turn")
+        raise ValueError(f"eos_token_id {list(ends)}: no tokens that could end a turn")
 
 
 def config_json(config) -> dict:

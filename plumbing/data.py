@@ -1,20 +1,19 @@
 """Training data: rows of a JSONL file to examples, and an endless shuffled stream of steps."""
 
 import random
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 from .chat import Chat
 from .errors import UserError
-from .jsonl import JsonlFile
-
-CHARACTERS_PER_TOKEN = 64  # no ordinary text has more on average
+from .jsonl import JsonlFile, with_prompt
 
 
-class Unusable(Exception):
+class Unusable(UserError):
     """Why a row cannot be trained on; such rows are skipped and counted."""
 
 
@@ -36,12 +35,9 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ..
     eos: the token that ends the response; ends: all tokens at which a decoder would stop.
     """
     messages = usable_messages(row)
-    try:
-        text = chat.prompt(messages[:-1])
-        prompt = encode_start(chat, text, max_length)
-        response = encode_start(chat, messages[-1]["content"], max_length)
-    except UserError:
-        raise Unusable("refused by the chat template or the tokenizer") from None
+    text = chat.prompt(messages[:-1])
+    prompt = chat.encode(text)
+    response = chat.encode(messages[-1]["content"])
     for message in messages[:-1]:
         said = message["content"].split("</think>")[-1]  # Qwen3's template drops former thoughts
         if said.strip() not in text:  # and Qwen2.5's some roles
@@ -58,11 +54,12 @@ def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ..
     return Example(tokens[:max_length], len(prompt))
 
 
-def with_prompt(row: dict) -> dict:
-    """The row with a `prompt`, also where its name is `question`, as in GSM8K."""
-    if row.get("prompt") is None and row.get("question") is not None:
-        return row | {"prompt": row["question"]}
-    return row
+def encode_prompt(row: dict, chat: Chat) -> list[int]:
+    """Token ids of a prompt. The rules are those of training, which may read the output."""
+    example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
+    if row.get("messages") and row["messages"][-1]["role"] == "assistant":
+        raise Unusable("the last message is the assistant's")
+    return example.tokens[: example.prompt]
 
 
 def usable_messages(row: dict) -> list[dict]:
@@ -82,18 +79,9 @@ def usable_messages(row: dict) -> list[dict]:
     for message in messages:
         if message.get("function_calls") or message.get("tool_calls"):
             raise Unusable("a tool call")  # the content lacks it
-    if not all(isinstance(m.get("content"), str) for m in messages):
-        raise Unusable("content that is not text")
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise Unusable("a role or content that is not text")
     return messages
-
-
-def encode_start(chat: Chat, text: str, max_tokens: int) -> list[int]:
-    """The first max_tokens tokens of a text; of a very long text only the start is tokenized."""
-    start = text[: CHARACTERS_PER_TOKEN * max_tokens]
-    tokens = chat.encode(start)
-    if len(start) < len(text) and len(tokens) < 2 * max_tokens:  # very long tokens, such as spaces
-        tokens = chat.encode(text)
-    return tokens[:max_tokens]
 
 
 def shuffled(count: int, *key: object) -> array:
@@ -111,57 +99,39 @@ class Step(NamedTuple):
     skipped: dict[str, int]
 
 
+@dataclass
 class Dataset:
     """Examples of a JSONL file: a held-out slice, and an endless shuffled stream of the others.
 
     Order and block phases are functions of (seed, epoch, row): there is no random state to save.
     """
 
-    def __init__(
-        self,
-        rows: JsonlFile,
-        chat: Chat,
-        eos: int,
-        phases: int,
-        max_length: int,
-        seed: int,
-        held_out: int,
-        ends: tuple[int, ...] = (),
-    ):
-        """eos, ends: see `encode`."""
-        self.rows = rows
-        self.chat = chat
-        self.eos = eos
-        self.ends = ends
-        self.phases = phases  # of the block grid: 1, or as many as a block has positions
-        self.max_length = max_length
-        self.seed = seed
+    rows: JsonlFile
+    chat: Chat
+    eos: int  # this and `ends`: see `encode`
+    phases: int  # of the block grid: 1, or as many as a block has positions
+    max_length: int
+    seed: int
+    held_out: InitVar[int]  # number of rows; afterwards the list of their examples
+    ends: tuple[int, ...] = ()
+
+    def __post_init__(self, held_out: int):
         self.skipped: Counter[str] = Counter()
-        order = shuffled(len(rows), seed)
-        num_held_out = min(held_out, len(rows) // 10)
+        order = shuffled(len(self.rows), self.seed)
+        num_held_out = min(held_out, len(self.rows) // 10)
         self.training = order[num_held_out:]
         held_out_examples = [self.example(index, epoch=-1) for index in order[:num_held_out]]
         self.held_out = [example for example in held_out_examples if example]
-        self._check_usable()
-
-    def _check_usable(self) -> None:
-        """Raise UserError if no training row is usable; the first usable row ends the search."""
-        found = Counter(self.skipped)
-        for index in self.training:
-            try:
-                self._encode(index)
-                return
-            except Unusable as reason:
-                found[str(reason)] += 1
-        raise UserError(f"{self.rows.path}: no usable row: {reasons(found)}")
-
-    def _encode(self, index: int) -> Example:
-        return encode(self.rows[index], self.chat, self.eos, self.max_length, self.ends)
+        skipped = Counter(self.skipped)
+        if not any(self.example(index, epoch=0) for index in self.training):
+            raise UserError(f"{self.rows.path}: no usable row: {reasons(self.skipped)}")
+        self.skipped = skipped  # without the rows that were only tried here
 
     def example(self, index: int, epoch: int) -> Example | None:
+        row = self.rows[index]
         try:
-            example = self._encode(index)
-        except Unusable as reason:
+            example = encode(row, self.chat, self.eos, self.max_length, self.ends)
+        except UserError as reason:  # also of the chat template
             if epoch <= 0:  # count a row once, however many epochs there are
                 self.skipped[str(reason)] += 1
             return None

@@ -27,12 +27,11 @@ def failure_as(message: str) -> Iterator[None]:
         raise UserError(f"{message} ({type(error).__name__}: {first_line(error)})") from None
 
 
-def run_main(
-    main: Callable[[], None],
-    out_of_memory: str = "use smaller batches, fewer rows or shorter texts",
-) -> None:
+def run_main(main: Callable[[], None], out_of_memory="use smaller batches or fewer rows") -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
-    mend_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # its encoding may lack a character
+            stream.reconfigure(errors="replace")
     use_free_cores()
     try:
         main()
@@ -49,21 +48,10 @@ def run_main(
     except (MemoryError, RuntimeError) as error:
         if "No working C++ compiler" in str(error):
             stop("--compile needs a C++ compiler: install one, or leave it out")
-        if not is_out_of_memory(error):
+        text = f"{type(error).__name__}: {first_line(error)}".lower()
+        if not re.search("memoryerror|out of ?memory|allocate memory", text):
             raise  # a bug of ours keeps its traceback
         stop(f"out of memory: {out_of_memory} ({first_line(error)})")
-
-
-def mend_streams() -> None:
-    """A standard stream may be closed, or its encoding may lack a character."""
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
 
 
 def stop(message: str) -> None:
@@ -80,9 +68,3 @@ def describe(error: Exception) -> str:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Only on a GPU does torch raise an exception type of its own."""
-    text = f"{type(error).__name__}: {first_line(error)}".lower()
-    return re.search("memoryerror|out of ?memory|allocate memory", text) is not None

@@ -11,11 +11,8 @@ def round_up(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 
 
-class Layout(NamedTuple):
-    """Which sequences one forward holds: a list of their indices for every row."""
-
-    rows: list[list[int]]
-    width: int
+# Which sequences one forward holds: a list of their indices for every row, and the rows' width.
+Layout = tuple[list[list[int]], int]
 
 
 def packed(lengths: list[int], width: int, positions: int, num_processes: int) -> list[Layout]:
@@ -27,7 +24,7 @@ def packed(lengths: list[int], width: int, positions: int, num_processes: int) -
     rows = pack(lengths, width)
     while len(rows) % (height * num_processes):
         rows.append([])
-    return [Layout(rows[i : i + height], width) for i in range(0, len(rows), height)]
+    return [(rows[i : i + height], width) for i in range(0, len(rows), height)]
 
 
 def pack(lengths: list[int], width: int) -> list[list[int]]:
@@ -65,9 +62,9 @@ def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Layo
             if has_room and is_similar:
                 rows.append([i])
                 continue
-        forwards.append(Layout([[i]], round_up(lengths[i], 32)))
+        forwards.append(([[i]], round_up(lengths[i], 32)))
     while len(forwards) % num_processes:
-        forwards.append(Layout([[]], 32))
+        forwards.append(([[]], 32))
     return forwards
 
 

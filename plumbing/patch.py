@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from .errors import UserError, failure_as
+from .errors import failure_as
 from .files import atomic_write
 
 FACTS = "facts"  # the tensor that holds the bytes of a JSON object
@@ -88,8 +88,6 @@ def write_patch(path: Path, patch: dict[str, Tensor], facts: dict) -> None:
 
 def read_patch(path: Path) -> tuple[dict[str, Tensor], dict]:
     """The tensors and the facts of a patch."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    with failure_as(f"{path}: damaged, or not a patch (apps.patch makes them)"):
+    with failure_as(f"{path}: missing, damaged, or not a patch (apps.patch makes them)"):
         patch = load(gzip.decompress(path.read_bytes()))
         return patch, json.loads(bytes(patch.pop(FACTS).tolist()))

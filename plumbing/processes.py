@@ -10,13 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -47,23 +42,15 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def together(failure: str = "") -> Iterator[None]:
-    """An error in one process stops all of them: the others would wait for it forever.
-
-    failure: what to say of an error that is not a UserError; without it, such errors pass.
-    """
+def together() -> Iterator[None]:
+    """What the user can fix in one process stops all: the others would wait for it forever."""
     message = None
     try:
         yield
     except UserError as error:
         message = str(error)
-    except CheckpointException as error:
-        last_line = str(error).strip().splitlines()[-1]  # the first one only names the processes
-        message = f"{failure} ({last_line})"
-    except (OSError, RuntimeError) as error:
-        if not failure:
-            raise
-        message = f"{failure} ({describe(error)})"
+    except OSError as error:
+        message = describe(error)
     if dist.is_initialized():
         messages = [None] * dist.get_world_size()
         dist.all_gather_object(messages, message)
@@ -97,11 +84,11 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     more often in one process than in another, which would then wait forever.
     """
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, "in_chunks")
+        fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+    fsdp.register_fsdp_forward_method(model, "in_chunks")
 
 
 def recompute_layers(model: nn.Module) -> None:
@@ -150,11 +137,10 @@ def peak_memory(device: torch.device) -> float:
     """Peak GiB allocated by torch on a GPU, or used by this process on Linux; else 0."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
+    status = Path("/proc/self/status")
+    if not status.exists():
         return 0.0
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
+    return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def run(main: Callable[[], None], out_of_memory: str) -> None:
@@ -169,6 +155,5 @@ def run(main: Callable[[], None], out_of_memory: str) -> None:
         status = stop.code
     if dist.is_torchelastic_launched():
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)

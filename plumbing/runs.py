@@ -2,17 +2,16 @@
 
 import argparse
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
 
-from .checkpoints import Checkpoints, whole_weights
+from .checkpoints import Checkpoints, remove_leftovers, whole_weights
 from .config import config_json
 from .data import reasons
 from .errors import UserError, failure_as
-from .files import atomic_write, has_model, remove_leftovers, save
+from .files import atomic_write, has_model, save
 from .jsonl import JsonlFile
 from .processes import largest, leads, say, together
 from .signals import StopSignal
@@ -30,7 +29,6 @@ def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
     for name, value in vars(args).items():
         if name not in MAY_CHANGE:
             facts["--" + name.replace("_", "-")] = str(value)
-    facts["--model"] = os.path.normpath(args.model)  # toy/sft/ is toy/sft
     return facts
 
 
@@ -58,39 +56,38 @@ class Run:
                 if value != before:
                     raise UserError(f"{name} {value}: the run in {self.out} has {before}")
             return newest
-        if newest and not newest["finished"] and not overwrite:
-            what = "an unfinished run; --resume it, --overwrite it"
-            raise UserError(f"--out {self.out}: has {what}, or choose another")
         if (newest or has_model(self.out)) and not overwrite:
-            raise UserError(f"--out {self.out}: has a model; --overwrite it, or choose another")
+            what = "a model; --overwrite it"
+            if newest and not newest["finished"]:
+                what = "an unfinished run; --resume it, --overwrite it"
+            raise UserError(f"--out {self.out}: has {what}, or choose another")
         if resume:
             say(f"{self.out}: no checkpoint to resume from; starting from the beginning")
         return None
 
     def __enter__(self) -> "Run":
         """Open log and progress bar, remove what a kill or an older run left, and catch signals."""
-        with together(f"--out {self.out}: cannot be written to"):
+        with together(), failure_as(f"--out {self.out}: cannot be written to"):
             if leads():
                 self.out.mkdir(parents=True, exist_ok=True)
-                self.checkpoints.remove_leftovers()
                 remove_leftovers(self.out)
+                if not self.found:
+                    self.checkpoints.remove(self.checkpoints.paths())
                 self.log_file = self._open_log()
         self.bar = tqdm(total=100, bar_format=BAR, disable=None if leads() else True)
         self.stop_signal = StopSignal()
         return self
 
     def _open_log(self):
+        """log.jsonl without the steps that no checkpoint holds: they will be logged again."""
         log = self.out / "log.jsonl"
-        if not self.found:
-            self.checkpoints.remove(self.checkpoints.paths())
-            return open(log, "w")
-        kept = []
-        with failure_as(f"{log}: has a line that is not a step's; move it away"):
-            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-            for line in lines:  # steps that no checkpoint holds are made and logged again
-                if line.endswith("\n") and json.loads(line)["step"] <= self.found["step"]:
-                    kept.append(line)
-        atomic_write(log, lambda file: file.write_text("".join(kept)))
+        kept = ""
+        if self.found and log.exists():
+            with failure_as(f"{log}: has a line that is not a step's; move it away"):
+                for line in log.read_text().splitlines(keepends=True):
+                    if line.endswith("\n") and json.loads(line)["step"] <= self.found["step"]:
+                        kept += line
+        atomic_write(log, lambda file: file.write_text(kept))
         return open(log, "a")
 
     def start(self, model, optimizer, chat, data) -> tuple[int, int]:

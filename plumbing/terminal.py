@@ -37,14 +37,6 @@ def shade(text: str, num_tokens: int) -> str:
     return gap + colour + words.replace("\n", f"\033[0m\n{colour}") + "\033[0m"
 
 
-def legend(most: int) -> str:
-    """Say what the shades mean, for up to `most` tokens per forward."""
-    keys = [shade(f"{count} ", count) for count in range(1, min(most, len(SHADES)) + 1)]
-    if most > len(SHADES):
-        keys.append("or more")
-    return " ".join(["tokens that came together:", *keys])
-
-
 def note(line: str) -> None:
     """Print to standard error: standard output is for the model's text alone."""
     print(line, file=sys.stderr)
@@ -62,12 +54,10 @@ def print_answer(steps: Iterable[tuple], chat: Chat, shaded: bool) -> None:
     """
     text = TextStream(chat)
     num_forwards = 0
-    most = 1
     began = time.perf_counter()
     try:
         for _, tokens in steps:
             num_forwards += 1
-            most = max(most, len(tokens))
             piece = text.add(tokens)
             if shaded:
                 piece = shade(piece, len(tokens))
@@ -79,4 +69,5 @@ def print_answer(steps: Iterable[tuple], chat: Chat, shaded: bool) -> None:
             figures = statistics(count, num_forwards, time.perf_counter() - began)
             note(f"{count} tokens in {num_forwards} forwards: {figures}")
         if text.tokens and shaded:
-            note(legend(most))
+            keys = [shade(f"{count} ", count) for count in range(1, len(SHADES) + 1)]
+            note(" ".join(["tokens that came together:", *keys, "or more"]))

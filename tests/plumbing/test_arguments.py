@@ -26,10 +26,12 @@ def test_options_that_are_accepted():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (Reader(penalty=-1), "penalty -1: must be at least 0 and below 2"),
-        (Reader(penalty=float("nan")), "penalty nan: must be at least 0 and below 2"),
+        (Reader(penalty=-1), "penalty -1: must be at least 0, not -1"),
+        (Reader(penalty=2), "penalty 2: must be below 2, not 2"),
+        (Reader(penalty=float("nan")), "penalty nan: must be at least 0, not nan"),
+        (Reader(penalty="much"), "penalty 'much': must be a number"),
         (Reader(limit=0), "limit 0: must be at least 1"),
-        # Only the command line looked at choices:
+        (Reader(limit=1.5), "limit 1.5: must be a whole number"),
         (Reader(order="nonsense"), "order 'nonsense': must be one of first, last"),
         (Reader(window="huge"), "window 'huge': must be one of small, large"),
     ],

@@ -51,7 +51,7 @@ def by_the_formula(q, k, v, mask) -> torch.Tensor:
 
 def fold_and_attend(q, k, v, mask, num_threads: int) -> torch.Tensor:
     config = SimpleNamespace(num_attention_heads=q.size(1), num_key_value_heads=k.size(1))
-    folded = attention.fold(mask, config, num_threads, q.dtype)
+    folded = attention.additive_mask(mask, config, num_threads, q.dtype)
     return attention.attend_folded(q, k, v, folded)
 
 
@@ -151,15 +151,6 @@ def test_inductor_is_eager(dtype):
     model.requires_grad_()
     model.logits(model(torch.tensor([[2, 3]]), torch.arange(2)[None], None)[0]).sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "dtype, compile, expected",
-    [(torch.float32, False, 64), (torch.bfloat16, False, 192), (torch.bfloat16, True, 256)],
-)
-def test_spans_are_multiples_of(dtype, compile, expected):
-    model = tiny_model(random.Random(0)).to(dtype)
-    assert attention.span_unit(model, compile) == expected
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from common import BASE, ROOT, copy_tokenizer
 
 from model import add_mask_token, load
 from plumbing.chat import MASK, Chat
-from plumbing.errors import UserError
+from plumbing.errors import UserError, failure_as
 
 QWEN_TEMPLATE = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
 
@@ -40,7 +40,7 @@ Answer: {{ unknown_token }}
 
 
 @pytest.mark.parametrize("template", ["qwen2.5", "chatml", "other"])
-@pytest.mark.parametrize("where", ["settings", "file", "named"])
+@pytest.mark.parametrize("where", ["settings", "file"])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
     copy_tokenizer(tmp_path)
@@ -53,10 +53,8 @@ def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     if where == "file":
         (tmp_path / "chat_template.jinja").write_text(text)
-    elif where == "settings":
-        settings["chat_template"] = text
     else:
-        settings["chat_template"] = [{"name": "default", "template": text}]
+        settings["chat_template"] = text
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -74,9 +72,9 @@ def test_a_directory_without_a_template_gets_chatml(tmp_path):
 @pytest.mark.parametrize(
     "template, message",
     [
-        ("{{ raise_exception('only users here') }}", ": only users here"),
+        ("{{ raise_exception('only users here') }}", " .*: only users here"),
         ("{{ messages.__class__.__mro__ }}", ""),  # the sandbox refuses this
-        ("{{ 1 / 0 }}", ": division by zero"),
+        ("{{ 1 / 0 }}", " .*: division by zero"),
         ("{{ messages[0].content + 1 }}", ""),
         ("{{ messages[7].content.x }}", ""),
     ],
@@ -91,8 +89,7 @@ def test_templates_that_fail_in_any_way(tmp_path, template, message):
 def test_templates_that_cannot_be_read(tmp_path):
     copy_tokenizer(tmp_path)
     file = tmp_path / "chat_template.jinja"
-    deep = b"{{ " + 9000 * b"(" + b"1" + 9000 * b")" + b" }}"  # more than Python's stack holds
-    for content in (b"\xff\xfe", b"{% for %}", deep):
+    for content in (b"\xff\xfe", b"{% for %}"):
         file.write_bytes(content)
         with pytest.raises(UserError, match="chat template is damaged"):
             Chat(tmp_path)
@@ -125,23 +122,6 @@ def test_truncation_and_padding_that_the_tokenizer_stores(tmp_path):
     assert saved["truncation"] is None and saved["padding"] is None
 
 
-WORDS_ONLY = {"type": "WordLevel", "vocab": {"Hi": 0}, "unk_token": "[UNK]"}  # which it lacks
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"model": WORDS_ONLY, "added_tokens": []}, r"WordLevel error: Missing \[UNK\]"),
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
-    ],
-)
-def test_a_tokenizer_that_fails_on_a_text(tmp_path, changes, message):
-    """By a plain Exception, or by a panic of its Rust code, which is a BaseException."""
-    edit_tokenizer(tmp_path, **changes)
-    with pytest.raises(UserError, match="the tokenizer fails on 'Hello'.*" + message):
-        Chat(tmp_path).encode("Hello")
-
-
 def test_a_tokenizer_that_panics_when_it_is_read(tmp_path):
     model = json.loads((BASE / "tokenizer.json").read_text())["model"]
     edit_tokenizer(tmp_path, model=model | {"continuing_subword_prefix": "é"})
@@ -149,17 +129,10 @@ def test_a_tokenizer_that_panics_when_it_is_read(tmp_path):
         Chat(tmp_path)
 
 
-def test_interrupting_a_tokenizer_is_no_damage(monkeypatch):
-    """What catches a panic must not catch Ctrl-C."""
-
-    class Interrupted:
-        def encode(self, *_, **__):
-            raise KeyboardInterrupt
-
-    chat = Chat(BASE)
-    chat.tokenizer = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        chat.encode("Hello")
+def test_interrupting_is_no_damage():
+    """What catches a panic does not catch Ctrl-C."""
+    with pytest.raises(KeyboardInterrupt), failure_as("damaged"):
+        raise KeyboardInterrupt
 
 
 def test_a_tokenizer_of_another_model(checkpoint):
@@ -182,56 +155,3 @@ def test_a_tokenizer_whose_ids_have_gaps(tmp_path):
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match=r"ids have gaps: <\|mask\|> would share id 631"):
         load(str(tmp_path))
-
-
-def without_mask(tokenizer: dict, mask_id: int) -> dict:
-    """The content of tokenizer.json up to mask_id; the mask is not in it."""
-    added = [token for token in tokenizer["added_tokens"] if token["id"] != mask_id]
-    vocab = tokenizer["model"]["vocab"]
-    smaller = {token: id for token, id in vocab.items() if id < mask_id}
-    model = tokenizer["model"] | {"vocab": smaller, "merges": []}
-    return tokenizer | {"added_tokens": added, "model": model}
-
-
-def test_tokens_that_other_files_list(tmp_path):
-    """added_tokens.json or tokenizer_config.json may have the mask, and tokenizer.json may not."""
-    copy_tokenizer(tmp_path)
-    tokenizer = tmp_path / "tokenizer.json"
-    settings = tmp_path / "tokenizer_config.json"
-    added_tokens = tmp_path / "added_tokens.json"
-    mask_id = Chat(tmp_path).mask_id
-    whole = json.loads(tokenizer.read_text())
-    tokenizer.write_text(json.dumps(without_mask(whole, mask_id)))
-    assert Chat(tmp_path).mask_id is None
-
-    extra = {"<|extra|>": mask_id + 1, "<|mask|>": mask_id}
-    added_tokens.write_text(json.dumps(extra))
-    chat = Chat(tmp_path)
-    assert chat.mask_id == mask_id and chat.encode("<|extra|>") == [mask_id + 1]
-
-    added_tokens.unlink()
-    listed = {str(id): {"content": token, "special": True} for token, id in extra.items()}
-    settings.write_text(json.dumps({"added_tokens_decoder": listed}))
-    assert Chat(tmp_path).mask_id == mask_id
-
-    settings.write_text("{}")
-    added_tokens.write_text(json.dumps({"<|mask|>": mask_id + 7}))
-    with pytest.raises(UserError, match=f"<.mask.> is listed as {mask_id + 7}, but is {mask_id}"):
-        Chat(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "added, settings",
-    [
-        ('{"<|mask|>": "four"}', "{}"),
-        ('{"<|mask|>": null}', "{}"),
-        ("{}", '{"added_tokens_decoder": {"5": {"content": 7}}}'),
-        ("{}", '{"added_tokens_decoder": ["<|mask|>"]}'),
-    ],
-)
-def test_lists_of_tokens_that_are_damaged(tmp_path, added, settings):
-    copy_tokenizer(tmp_path)
-    (tmp_path / "added_tokens.json").write_text(added)
-    (tmp_path / "tokenizer_config.json").write_text(settings)
-    with pytest.raises(UserError, match="its list of added tokens is damaged"):
-        Chat(tmp_path)

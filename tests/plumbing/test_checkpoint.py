@@ -8,8 +8,7 @@ import torch
 from common import ROOT, save_model
 from safetensors.torch import load_file, save_file
 
-from model import Config, load
-from plumbing.config import read_config
+from model import load
 from plumbing.errors import UserError
 
 
@@ -34,29 +33,18 @@ def edit_tensors(directory, change) -> None:
         ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, "rope_type 'llama3'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"use_sliding_window": True, "max_window_layers": 0}, "sliding-window"),
-        ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "sliding-window"),
+        ({"use_sliding_window": True}, "sliding-window attention True is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear'"),
-        ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta is missing"),
-        ({"hidden_size": "absent"}, "hidden_size is missing"),
-        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number above 0"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number above 0"),
-        ({"num_attention_heads": True}, "num_attention_heads True: must be a whole number"),
-        ({"num_attention_heads": 3, "head_dim": "absent"}, "hidden_size must be a multiple of"),
+        ({"rope_theta": "absent", "rope_parameters": "absent"}, "missing .*'rope_theta'"),
+        ({"vocab_size": "640"}, "vocab_size '640': must be a number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a number above 0"),
+        ({"num_attention_heads": 3, "head_dim": "absent"}, "head_dim .*: must be even"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no': must be true or false"),
-        ({"rope_theta": "1e4", "rope_parameters": "absent"}, "rope_theta '1e4': must be a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
-        ({"block": -4}, "block -4: must be a whole number above 0"),
+        ({"block": -4}, "block -4: must be a number above 0"),
         ({"head_dim": 3}, "head_dim 3: must be even"),
         ({"rope_parameters": "default"}, "config.json: "),
-        ({"use_sliding_window": True, "layer_types": 3}, "config.json: "),
         ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
-        (
-            {"intermediate_size": 8},
-            r"mlp.down_proj.weight: expected \(\d+, 8\), found \(\d+, \d\d\)",
-        ),
         ({"num_hidden_layers": 9}, r"tensor model.layers.\d.* found none"),
         ({"tie_word_embeddings": False}, "tensor lm_head.weight: .* found none"),
     ],
@@ -84,20 +72,10 @@ def test_config_forms_that_are_accepted(checkpoint):
         {"rope_parameters": "absent"},
         {"rope_theta": "absent", "rope_parameters": {"rope_theta": theta}},
         {"rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False},
-        {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
-        {"use_sliding_window": True, "layer_types": "absent", "max_window_layers": 99},
     ):
         edit_config(checkpoint, **changes)
         assert load(str(checkpoint))[0].config.rope_theta == theta
         edit_config(checkpoint, rope_theta=theta)
-
-
-def test_key_heads_that_are_left_out_are_as_many_as_the_query_heads(checkpoint):
-    """As transformers reads such a config.json."""
-    assert read_config(checkpoint, Config).num_key_value_heads == 2
-    edit_config(checkpoint, num_key_value_heads="absent")
-    config = read_config(checkpoint, Config)
-    assert config.num_key_value_heads == config.num_attention_heads == 4
 
 
 def test_one_end_of_turn_or_several(checkpoint):
@@ -142,39 +120,37 @@ def test_weights_that_are_refused(checkpoint):
         load(str(checkpoint))
     for damaged in (whole[: len(whole) // 2], b"", b"not weights"):
         weights.write_bytes(damaged)
-        with pytest.raises(UserError, match="model.safetensors: damaged"):
+        with pytest.raises(UserError, match="model.safetensors: missing, damaged"):
             load(str(checkpoint))
     weights.unlink()
-    with pytest.raises(UserError, match="model.safetensors: no such file"):
+    with pytest.raises(UserError, match="model.safetensors: missing"):
         load(str(checkpoint))
-    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.st"}}')
-    with pytest.raises(UserError, match="gone.st: no such file"):
-        load(str(checkpoint))
+    index = checkpoint / "model.safetensors.index.json"
+    for content, message in (
+        ('{"weight_map": {"a": "gone.st"}}', "gone.st: missing"),
+        ('{"weight_map": []}', "index.json: has no weight_map"),
+        ("{}", "index.json: has no weight_map"),
+    ):
+        index.write_text(content)
+        with pytest.raises(UserError, match=message):
+            load(str(checkpoint))
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
+    "dtype", [torch.int8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn]
 )
 def test_weights_that_are_quantized(checkpoint, dtype):
     """Their codes are not taken for weights."""
     name = "model.layers.0.mlp.up_proj.weight"
-
-    def quantize(tensors):
-        if dtype == torch.float4_e2m1fn_x2:
-            tensors[name] = tensors[name].to(torch.uint8).view(dtype)
-        else:
-            tensors[name] = tensors[name].to(dtype)
-
-    edit_tensors(checkpoint, quantize)
-    kind = str(dtype).removeprefix("torch.")
-    with pytest.raises(UserError, match=f"tensor {name} is {kind}; get the model unquantized"):
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(UserError, match=f"{name} is {dtype}; get the model unquantized"):
         load(str(checkpoint))
 
 
 def test_a_name_that_is_neither_directory_nor_hub_id():
     with pytest.raises(UserError, match="no such directory, and not a hub id"):
         load("no/such/directory")
-    with pytest.raises(UserError, match="toy/test.jsonl: is a file; name the directory"):
+    with pytest.raises(UserError, match="test.jsonl'.* no such directory"):
         load(str(ROOT / "toy/test.jsonl"))
 
 
@@ -194,19 +170,6 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
 
     monkeypatch.setattr("plumbing.files.save_file", full)
     with pytest.raises(UserError, match="not saved .*No space left"):
-        save_model(model, chat, checkpoint)
-    assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), 3.4e38])
-def test_weights_that_nobody_could_load_are_not_saved(checkpoint, number):
-    """After a step of training that exploded. (3.4e38 is finite, but not in bfloat16.)"""
-    model, chat = load(str(checkpoint))
-    before = {path: path.read_bytes() for path in checkpoint.iterdir()}
-    model.model.norm.weight[0] = number
-    with pytest.raises(
-        UserError, match="not saved .tensor model.norm.weight would hold NaN or infin"
-    ):
         save_model(model, chat, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
 

@@ -1,8 +1,6 @@
 """Training data: the rows of a JSONL file, what of them is trained, the stream of steps."""
 
 import gzip
-import itertools
-import json
 import os
 from pathlib import Path
 
@@ -31,18 +29,11 @@ def response(example: Example) -> list[int]:
 
 
 def test_rows_are_found_by_byte_offset(tmp_path):
-    """Characters of several bytes, blank lines, Windows line ends, no newline at the end."""
+    """A BOM, characters of several bytes, blank lines, Windows line ends, no newline at the end."""
     path = tmp_path / "rows.jsonl"
-    path.write_bytes('{"a": "né 🙂"}\n\n{"a": "2"}\r\n   \n{"a": "三"}'.encode())
+    path.write_bytes('\ufeff{"a": "né 🙂"}\n\n{"a": "2"}\r\n   \n{"a": "三"}'.encode())
     rows = JsonlFile(path)
     assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
-
-
-def test_a_file_that_changes_while_it_is_read(tmp_path):
-    rows = write(tmp_path / "d.jsonl", [{"a": 1}, {"a": 2}])
-    rows.path.write_bytes(b'{"a": 1}\n{"a"')
-    with pytest.raises(UserError, match="d.jsonl:byte 9, changed since the start: not JSON"):
-        rows[1]
 
 
 def test_a_pipe_is_refused():
@@ -61,10 +52,12 @@ def test_a_pipe_is_refused():
         (b'{"a": 1}\n{"a": \n', r"bad.jsonl:2: not JSON"),
         (b'{"a": 1}\n\n[1, 2]\n', r"bad.jsonl:3: not a JSON object"),
         (b"\xff\xfe{\x00", r"bad.jsonl:1: not JSON"),
-        (b'{"a": "\x00"}\n', r"bad.jsonl:1: not JSON"),  # a NUL as it is; as \u0000 it is text
         (b'{"a": "1"}\r\n{"a": "2', r"bad.jsonl:2: not JSON"),  # a download that broke off
-        (gzip.compress(b'{"a": "1"}\n', mtime=0), "bad.jsonl:1: not JSON .*compressed or parquet?"),
-        (b"PAR1\x15\x04", "bad.jsonl:1: not JSON .*unpack or convert it to JSONL"),
+        (
+            gzip.compress(b'{"a": "1"}\n', mtime=0),
+            "bad.jsonl:1: not JSON; .*compressed or parquet?",
+        ),
+        (b"PAR1\x15\x04", "bad.jsonl:1: not JSON; .*unpack or convert it to JSONL"),
     ],
 )
 def test_bad_data_files(tmp_path, content, message):
@@ -116,87 +109,21 @@ def test_unusable_rows_say_why(chat):
     reply = {"role": "assistant", "content": "Hello"}
     for row, reason in (
         ({"text": "Hi"}, "neither messages nor prompt and response"),
-        ({"messages": ["Hi"]}, "neither messages"),
         ({"messages": "user: ?"}, "neither messages"),
         ({"prompt": ["?"], "response": "!"}, "content that is not text"),
-        ({"prompt": "Hi"}, "neither messages nor prompt and response"),
         ({"prompt": "Hi", "response": None}, "content that is not text"),
         ({"prompt": "Hi", "response": ""}, "an empty response"),
-        ({"messages": []}, "no assistant turn"),
         ({"messages": [turn]}, "no assistant turn"),
-        ({"messages": [turn, {**reply, "content": None}]}, "content that is not text"),
         ({"messages": [turn, {**reply, "function_calls": "f(1)"}, turn, reply]}, "a tool call"),
         ({"messages": [turn, {**reply, "tool_calls": [{}]}, turn, reply]}, "a tool call"),
-        ({"prompt": "Hi", "response": "half \ud83d"}, "refused by the chat template or the token"),
+        ({"prompt": "Hi", "response": "half \ud83d"}, "not valid Unicode"),
         ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
         ({"prompt": "Hi", "response": "<|im_end|>"}, "a mask or end-of-turn token"),
+        ({"messages": [{"content": "Hi"}, reply]}, "a role or content that is not text"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 tokens or more"),
     ):
-        with pytest.raises(Unusable, match=reason):
+        with pytest.raises(UserError, match=reason):
             encode(row, chat, EOS, 512)
-
-
-def test_a_huge_row_is_not_tokenized_whole(chat, monkeypatch):
-    """Of 20 MB only the start is given to the tokenizer; the tokens that are kept are the same."""
-    text = "So Mia has 12 plums now. " * 800_000
-    expected = encode({"prompt": "?", "response": text[:4000]}, chat, EOS, 512)
-    given = []
-    plain = Chat.encode
-
-    def counted(self, text):
-        given.append(len(text))
-        return plain(self, text)
-
-    monkeypatch.setattr(Chat, "encode", counted)
-    assert encode({"prompt": "?", "response": text}, chat, EOS, 512) == expected
-    with pytest.raises(Unusable, match="prompt of .* tokens or more"):
-        encode({"prompt": text, "response": "?"}, chat, EOS, 512)
-    assert sum(given) < 200_000
-
-
-@pytest.mark.parametrize("characters_per_token", [1, 64])
-def test_the_start_of_a_text_gets_the_tokens_of_the_whole(chat, monkeypatch, characters_per_token):
-    """Also where the cut falls into long runs of one character, and where tokens are long."""
-    monkeypatch.setattr("plumbing.data.CHARACTERS_PER_TOKEN", characters_per_token)
-    prompt = len(chat.encode(chat.prompt([{"role": "user", "content": "?"}])))
-    for text in ("plums " * 900, " " * 5000, "aaaa" * 1500, "12" * 3000, "🙂" * 900, "\n " * 3000):
-        for room in (1, 7, 20):
-            example = encode({"prompt": "?", "response": text}, chat, EOS, prompt + room)
-            assert response(example) == chat.encode(text)[:room]
-
-
-def test_every_kind_of_row_there_is(chat, tmp_path):
-    """What a dump of the web holds, in one file with a BOM and Windows line ends.
-
-    What can be trained on is trained on, token for token as it is written; the rest is counted.
-    """
-    ask = {"role": "user", "content": "Hi\n\n"}
-    fine = [
-        {"prompt": "السلام عليكم، كيف الحال؟", "response": "你好！नमस्ते, שלום, γειά σου"},
-        {"prompt": "🙂👩‍👩‍👧‍👦🇺🇳", "response": "e\u0301 \u202e\u200b\ufeff\u2028\u0085 ok"},
-        {"prompt": "a\u0000b", "response": "\u0000\u0007\t\r\n\x7f"},
-        {"prompt": "", "response": " "},
-        {"prompt": "<|im_end|><|mask|>", "response": "{{ 1/0 }} {% raise %} <|im_start|>"},
-        {"prompt": "long", "response": "So Mia has 12 plums. " * 5000},
-        {"prompt": "?", "response": "!", "extra": {"deep": [[[[None]]]]}},
-        {"messages": [{"role": "system", "content": ""}, ask, {"role": "assistant"}]},
-    ]
-    fine[-1]["messages"][-1] |= {"content": "Yes", "function_calls": None, "functions": None}
-    bad = [{"messages": None}, {"prompt": "?", "response": "!<|im_end|>!"}, {}]
-    path = tmp_path / "rows.jsonl"
-    lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(fine + bad)]
-    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    data = Dataset(JsonlFile(path), chat, EOS, phases=4, max_length=512, seed=0, held_out=0)
-    _, (examples, consumed, skipped) = itertools.islice(data.steps(len(fine)), 2)
-    assert len(lines) < consumed <= 2 * len(lines) and sum(skipped.values()) == len(bad)
-    found = {tuple(response(example)) for example in examples}
-    for row in fine:
-        text = row["response"] if "response" in row else row["messages"][-1]["content"]
-        expected = (*chat.encode(text), EOS)
-        trained = {tokens for tokens in found if tokens == expected[: len(tokens)]}
-        assert trained
-        found -= trained
-    assert not found
 
 
 def test_a_turn_that_the_template_drops(chat, tmp_path):

@@ -1,6 +1,5 @@
 """The directory of a run: what may be written there, what a resumed run must have, the log."""
 
-import json
 import shutil
 
 import pytest
@@ -47,13 +46,6 @@ def test_a_finished_run_is_not_destroyed(data, out, monkeypatch):
     assert contents(out) == before
 
 
-def test_weights_alone_are_a_model_too(data, out, no_model):
-    out.mkdir()
-    (out / "model.safetensors").write_bytes(b"weights")
-    done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 1)
-    assert is_refused(done, f"--out {out}: has a model; --overwrite it, or choose another")
-
-
 @pytest.mark.parametrize("resume", [(), ("--resume",)], ids=str)
 def test_the_model_that_a_run_starts_from_is_not_overwritten(data, out, no_model, resume):
     """`--model sft --out sft` is refused, except with --overwrite."""
@@ -95,15 +87,6 @@ def test_only_what_is_its_own_is_removed(data, out):
     assert [(out / name).read_text() for name in kept] == kept
 
 
-def test_what_a_kill_left_is_removed(data, out):
-    """Half-written checkpoints and models may be large."""
-    words = (*DRAFT, "--data", data, "--out", out, "--steps", 3, "--save-every", 1)
-    assert run_train(*words).status == 0
-    shutil.copytree(out / "checkpoints/step-00000003", out / "checkpoints/step-00000004.tmp")
-    assert run_train(*words, "--resume").status == 0
-    assert checkpoints(out) == ["step-00000002", "step-00000003"]
-
-
 # --------------------------------------------------------------------------------------- resuming
 
 
@@ -128,29 +111,20 @@ def test_skipped_rows_are_counted_once(tmp_path, out):
     expected = run_train(*words, "--out", tmp_path / "whole").out.splitlines()[-2]
     assert expected.startswith("skipped rows: ")
     assert run_train(*words, "--out", out).status == 0
-    progress = "checkpoints/{}/progress.json"
-    newest = checkpoints(out)[-1]
-    shutil.rmtree(out / "checkpoints" / newest)
+    shutil.rmtree(out / "checkpoints" / checkpoints(out)[-1])
     assert expected in run_train(*words, "--out", out, "--resume").out.splitlines()
-    ours, theirs = (
-        json.loads((directory / progress.format(newest)).read_text())
-        for directory in (out, tmp_path / "whole")
-    )
-    assert ours["skipped"] == theirs["skipped"]
 
 
 def test_a_note_in_the_log(data, out):
-    """Somebody's own line in log.jsonl is neither lost nor a traceback."""
+    """Somebody's own line in log.jsonl is not lost: the run asks to move it away."""
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 1)
     assert run_train(*words).status == 0
-    path = out / "log.jsonl"
-    first = path.read_bytes().splitlines()[0]
-    for note in (b"looks good so far", b'{"note": 1}', b"[]", b"\xff"):
-        path.write_bytes(first + b"\n" + note + b"\n")
-        before = path.read_bytes()
-        done = run_train(*words, "--resume")
-        assert done.status == 2 and "has a line that is not a step's; move it away" in done.err
-        assert "Traceback" not in done.err and path.read_bytes() == before
+    with open(out / "log.jsonl", "a") as file:
+        file.write("looks good so far\n")
+    before = contents(out)
+    done = run_train(*words, "--resume")
+    assert done.status == 2 and "has a line that is not a step's; move it away" in done.err
+    assert contents(out) == before
 
 
 MUST_BE_THE_SAME = """--objective sft --block 5 --block-phase fixed --ar-weight 2 --seed 1
@@ -169,5 +143,3 @@ def test_what_may_differ_when_a_run_is_resumed(data):
     for option, value in zip(MUST_BE_THE_SAME[::2], MUST_BE_THE_SAME[1::2]):
         assert identity(option, value) != identity(), option
     assert identity(*MAY_DIFFER.split(), "--resume", "--checkpoint-layers") == identity()
-    model = ROOT / "toy/draft"
-    assert identity("--model", f"{ROOT}/toy//draft/") == identity("--model", model)

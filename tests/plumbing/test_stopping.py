@@ -19,7 +19,6 @@ from training import (
 )
 
 import train
-from plumbing.runs import StopSignal
 
 # A step that takes forever, in one call of C.
 ENDLESS = "import time, train; from plumbing.errors import run_main; "
@@ -79,28 +78,6 @@ def test_interrupting_training_says_what_there_is(data, out, monkeypatch, presse
     assert done.status == 0 and f"resumed at step {steps}" in done.out and "5 steps; " in done.out
     assert run_train(*words, "--overwrite").status == 0
     assert num_logged(out) == 5
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@pytest.fixture
-def own_handlers():
-    """Handlers that do nothing, so that no signal can end the tests."""
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-    yield {number: signal.getsignal(number) for number in SIGNALS}
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_the_first_signal_gives_the_others_back(own_handlers, number):
-    """After the first signal, all of them do again what they did before the run."""
-    stop = StopSignal()
-    assert stop.number == 0
-    os.kill(os.getpid(), number)
-    assert stop.number == number
-    assert {n: signal.getsignal(n) for n in SIGNALS} == own_handlers
 
 
 def test_a_second_signal_stops_at_once(data, out):
