@@ -2,6 +2,7 @@
 
     python -m bench.speed --lossless        # AR, tau, and --verify in several ways
     python -m bench.speed --transformers    # and transformers' generate and its prompt lookup
+    python -m bench.speed --block-caches    # the paper's Table 5: no cache, its cache, ours
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
     python -m bench.speed --training        # a step of MARS next to one of ordinary fine-tuning
 
@@ -9,9 +10,7 @@
 trained weights do but accept nothing, so --transformers then compares AR alone.
 
 A ratio is taken within a round, in which all settings run in turn; tables have the median and the
-range over rounds. Efficiency is the ratio divided by tokens per forward. On a CPU in float32 a
-wider forward takes more time. A GPU with few rows waits for its memory, not for arithmetic, and
-comes closer to an efficiency of 1.
+range over rounds.
 
 Tokens per forward counts all tokens of an answer, its end of turn included, and all forwards of its
 row, the prefill included.
@@ -20,7 +19,6 @@ row, the prefill included.
 import functools
 import random
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +41,7 @@ from plumbing.processes import peak_memory
 from train import PADDING, Forward, lay_out, losses
 
 RIVALS = ("prompt lookup", "AR")  # of --transformers
-PER_FORWARD = ("tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead")
+BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 # Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its
 # masks; five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
@@ -55,7 +53,6 @@ class Answer(NamedTuple):
     tokens: list[int]
     accepted: list[int] = []  # an entry for each forward: how many tokens it gave
     widths: list[int] = []  # and how many positions it computed
-    checked: list[int] = []  # and guesses it checked, with --verify
 
     @property
     def forwards(self) -> int:
@@ -78,13 +75,7 @@ class Ours:
         for _ in self.decoder:
             pass
         self.decoder.scheduler.clear_done()  # or the same prompts would cost nothing the next time
-        answers = []
-        for sequence in sequences:
-            checked = []
-            if self.decoder.options.verify:
-                checked = sequence.state.checked
-            answers.append(Answer(sequence.tokens, sequence.accepted, sequence.widths, checked))
-        return answers
+        return [Answer(each.tokens, each.accepted, each.widths) for each in sequences]
 
 
 class Theirs:
@@ -151,6 +142,12 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
     if args.shape:  # random weights: no guess holds
         return ways
     ways[f"tau {args.tau:g}"] = ours(tau=args.tau)
+    if args.block_caches:
+        ways["no cache"] = ours(tau=args.tau)
+        ways["no cache"].decoder.cache.commit = lambda counts: None  # so it computes the whole text
+        for size in BLOCK_CACHES:
+            ways[f"blocks of {size}"] = ours(tau=args.tau, block_cache=size)
+        return ways
     ways["verify"] = ours(verify=True)
     ways["verify, groups 1"] = ours(verify=True, groups=1)
     ways["verify, B 3"] = ours(verify=True, block=3)  # fewer positions
@@ -163,9 +160,7 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
 # --------------------------------------------------------------------------------------- the tables
 
 
-def compare(
-    make_ways: Callable[..., dict[str, Way]], model: Qwen2, chat: Chat, problems: list[dict], args
-) -> None:
+def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
     """Print a table for every --rows; ratios are to the first of the ways, and to RIVALS."""
     longest = max(map(len, common.encode(chat, problems))) + args.max_new
     for rows in args.rows:
@@ -193,14 +188,15 @@ def compare(
                     name,
                     f"{statistics.median(speeds[name]):.1f}",
                     *map(common.spread, ratios),
-                    *per_forward(answers[name], statistics.median(ratios[0])),
+                    *per_forward(answers[name]),
                     f"{1000 * first_token / len(prompts):.1f}",
                     f"{sum(same) / len(same):.1%}",
                     common.accuracy(chat, answers[name], asked),
                 ]
             )
-        head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals), *PER_FORWARD]
-        head += ["first token, ms/prompt", f"text of {base}", "accuracy"]
+        head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
+        head += ["tokens/forward", "positions/forward", "first token, ms/prompt"]
+        head += [f"text of {base}", "accuracy"]
         print(f"\n{common.table(head, lines)}", flush=True)
 
 
@@ -210,24 +206,13 @@ def tokens_per_second(answers: list[Answer], seconds: list[float]) -> list[float
     return [num_tokens / taken for taken in seconds]
 
 
-def per_forward(answers: list[Answer], ratio: float) -> list[str]:
-    """What PER_FORWARD names; empty for answers of others."""
+def per_forward(answers: list[Answer]) -> list[str]:
+    """Tokens and positions; empty for answers of others."""
     if not answers[0].accepted:
-        return [""] * len(PER_FORWARD)
+        return ["", ""]
     tokens = common.tokens_per_forward(answers)
     positions = common.positions_per_forward([answer.widths for answer in answers])
-    return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}", held_ahead(answers)]
-
-
-def held_ahead(answers: list[Answer]) -> str:
-    """Of the guesses that were checked 1, 2, ... places ahead, the share that held."""
-    checked = Counter()
-    held = Counter()
-    for answer in answers:
-        for num_checked, num_accepted in zip(answer.checked, answer.accepted):
-            checked.update(range(1, num_checked + 1))
-            held.update(range(1, num_accepted))
-    return " ".join(f"{held[ahead] / checked[ahead]:.2f}" for ahead in sorted(checked))
+    return [f"{tokens:.2f}", f"{positions:.2f}"]
 
 
 def widths(model: Qwen2, args) -> None:
@@ -314,30 +299,26 @@ def forget_peak(device: torch.device) -> None:
 # --------------------------------------------------------------------------------- the command line
 
 
-def add_settings(parser: Parser) -> None:
-    """Add what `compare` asks for."""
+def parse_arguments():
+    parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
+    add("--lossless", action="store_true", help="AR, tau, and --verify in several ways")
+    add("--transformers", action="store_true", help="the same, next to transformers' generate")
+    add("--block-caches", action="store_true", help="AR and tau, and the paper's cache")
+    add("--widths", action="store_true", help="what a forward of more positions costs")
+    add("--training", action="store_true", help="a step of --rows examples, next to SFT")
     add("--tau", type=number(float, 0), default=0.95, help="of MARS")
     add("--compile", action="store_true", help="torch.compile ours")
     add("--rounds", type=number(int, 1), default=5, help="how often all settings run in turn")
     add("--shape", choices=common.SHAPES, help="random weights in this shape")
     common.add_problems(parser, limit=100)
     common.add_rows(parser, default=[1, 4, 8, 16])
-
-
-def parse_arguments():
-    parser = Parser("Speed of decoding: all settings in turn, in one run.")
-    add = parser.add_argument
-    add("--lossless", action="store_true", help="AR, tau, and --verify in several ways")
-    add("--transformers", action="store_true", help="the same, next to transformers' generate")
-    add("--widths", action="store_true", help="what a forward of more positions costs")
-    add("--training", action="store_true", help="a step of --rows examples, next to SFT")
-    add_settings(parser)
     args = parser.parse_args()
-    if not (args.lossless or args.transformers or args.widths or args.training):
-        parser.error("choose --lossless, --transformers, --widths or --training")
-    if args.shape and args.lossless:
-        parser.error("--shape has random weights: --lossless needs a trained model")
+    args.decoding = args.lossless or args.transformers or args.block_caches
+    if not (args.decoding or args.widths or args.training):
+        parser.error("choose --lossless, --transformers, --block-caches, --widths or --training")
+    if args.shape and (args.lossless or args.block_caches):
+        parser.error("--shape has random weights: only --transformers, --widths and --training")
     if args.transformers:
         common.require("transformers")
     return args
@@ -352,8 +333,8 @@ def main() -> None:
         model = common.random_model(args.shape, device, dtype)
     print(f"{args.shape or args.model}, {len(problems)} problems, {args.rounds} rounds")
     print(common.machine(model))
-    if args.lossless or args.transformers:
-        compare(make_ways, model, chat, problems, args)
+    if args.decoding:
+        compare(model, chat, problems, args)
     if args.widths:
         widths(model, args)
     if args.training:  # last: it changes the weights
