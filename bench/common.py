@@ -75,12 +75,9 @@ def tokens_per_forward(answers: list[Sequence]) -> float:
     return num_tokens / sum(answer.forwards for answer in answers)
 
 
-def positions_per_forward(widths: list[list[int]]) -> float:
-    """Positions that the model computed per row and forward, prefills aside.
-
-    widths: of the forwards of each answer.
-    """
-    after_prefill = [width for answer in widths for width in answer[1:]]
+def positions_per_forward(answers: list[Sequence]) -> float:
+    """Positions that the model computed per row and forward, prefills aside."""
+    after_prefill = [width for answer in answers for width in answer.widths[1:]]
     return sum(after_prefill) / max(1, len(after_prefill))
 
 

@@ -20,14 +20,12 @@ import functools
 import random
 import statistics
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+import train
 from bench import common
-from decode import Decoder, Options
+from decode import Decoder, Options, Sequence
 from kv_cache import KVCache
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
@@ -36,9 +34,7 @@ from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.data import Example
 from plumbing.errors import run_main
-from plumbing.packing import collate
-from plumbing.processes import peak_memory
-from train import PADDING, Forward, lay_out, losses
+from plumbing.processes import arithmetic_in
 
 RIVALS = ("prompt lookup", "AR")  # of --transformers
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
@@ -47,19 +43,7 @@ BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
 
 
-class Answer(NamedTuple):
-    """What a way to decode gave for a prompt; transformers tells no more than the tokens."""
-
-    tokens: list[int]
-    accepted: list[int] = []  # an entry for each forward: how many tokens it gave
-    widths: list[int] = []  # and how many positions it computed
-
-    @property
-    def forwards(self) -> int:
-        return len(self.accepted)
-
-
-Way = Callable[[list[list[int]], int], list[Answer]]  # of prompts and max_new
+Way = Callable[[list[list[int]], int], list[Sequence]]  # of prompts and max_new
 
 # ----------------------------------------------------------------------------------- ways to decode
 
@@ -70,12 +54,12 @@ class Ours:
     def __init__(self, model: Qwen2, rows: int, longest: int, **options):
         self.decoder = Decoder(model, Options(**options), rows, longest)
 
-    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
+    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
         sequences = [self.decoder.add(prompt, max_new=max_new) for prompt in prompts]
         for _ in self.decoder:
             pass
         self.decoder.scheduler.clear_done()  # or the same prompts would cost nothing the next time
-        return [Answer(each.tokens, each.accepted, each.widths) for each in sequences]
+        return sequences
 
 
 class Theirs:
@@ -84,8 +68,9 @@ class Theirs:
     def __init__(self, model: Qwen2):
         import transformers
 
-        self.ends = list(model.config.eos_token_id)
-        config = transformers.Qwen2Config(**config_json(model.config) | {"eos_token_id": self.ends})
+        self.config = model.config
+        ends = list(model.config.eos_token_id)
+        config = transformers.Qwen2Config(**config_json(model.config) | {"eos_token_id": ends})
         with torch.device("meta"):
             self.model = transformers.Qwen2ForCausalLM(config).eval()
         self.model.load_state_dict(model.state_dict(), strict=False, assign=True)
@@ -93,13 +78,13 @@ class Theirs:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         rotary = type(self.model.model.rotary_emb)  # its tensors are in no state_dict
         self.model.model.rotary_emb = rotary(config).to(model.device)
-        self.model.generation_config.eos_token_id = self.ends
+        self.model.generation_config.eos_token_id = ends
         self.model.generation_config.pad_token_id = 0
 
     @torch.inference_mode()
     def __call__(
         self, prompts: list[list[int]], max_new: int, rows: int, **options
-    ) -> list[Answer]:
+    ) -> list[Sequence]:
         """Greedy answers, `rows` prompts at a time, padded on the left."""
         answers = []
         for first in range(0, len(prompts), rows):
@@ -117,17 +102,11 @@ class Theirs:
                 do_sample=False,
                 **options,
             )
-            for tokens in output[:, width:].tolist():
-                answers.append(Answer(through_end(tokens, self.ends)))
+            for prompt, tokens in zip(batch, output[:, width:].tolist()):
+                answer = Sequence(prompt, self.config, max_new, tau=None)
+                answer.take(tokens, width=0)  # up to the end of its turn; the rest is padding
+                answers.append(answer)
         return answers
-
-
-def through_end(tokens: list[int], ends: list[int]) -> list[int]:
-    """The tokens up to the first that ends a turn; transformers pads the shorter answers."""
-    for count, token in enumerate(tokens, 1):
-        if token in ends:
-            return tokens[:count]
-    return tokens
 
 
 def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
@@ -182,13 +161,16 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         for name in ways:
             ratios = [common.ratios(speeds[name], speeds[rival]) for rival in rivals]
             first_token = statistics.median(seconds[f"{name}, first token"])
+            counts = ("", "")  # what transformers computes, it does not tell
+            if isinstance(ways[name], Ours):
+                counts = per_forward(answers[name])
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
             lines.append(
                 [
                     name,
                     f"{statistics.median(speeds[name]):.1f}",
                     *map(common.spread, ratios),
-                    *per_forward(answers[name]),
+                    *counts,
                     f"{1000 * first_token / len(prompts):.1f}",
                     f"{sum(same) / len(same):.1%}",
                     common.accuracy(chat, answers[name], asked),
@@ -200,19 +182,16 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         print(f"\n{common.table(head, lines)}", flush=True)
 
 
-def tokens_per_second(answers: list[Answer], seconds: list[float]) -> list[float]:
+def tokens_per_second(answers: list[Sequence], seconds: list[float]) -> list[float]:
     """In every round."""
     num_tokens = sum(len(answer.tokens) for answer in answers)
     return [num_tokens / taken for taken in seconds]
 
 
-def per_forward(answers: list[Answer]) -> list[str]:
-    """Tokens and positions; empty for answers of others."""
-    if not answers[0].accepted:
-        return ["", ""]
-    tokens = common.tokens_per_forward(answers)
-    positions = common.positions_per_forward([answer.widths for answer in answers])
-    return [f"{tokens:.2f}", f"{positions:.2f}"]
+def per_forward(answers: list[Sequence]) -> tuple[str, str]:
+    """Tokens and positions."""
+    positions = common.positions_per_forward(answers)
+    return f"{common.tokens_per_forward(answers):.2f}", f"{positions:.2f}"
 
 
 def widths(model: Qwen2, args) -> None:
@@ -243,57 +222,40 @@ def widths(model: Qwen2, args) -> None:
 
 def training(model: Qwen2, args) -> None:
     """Print what a step costs, for every --rows: so many examples, random, half of each prompt."""
-    device = model.device
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16)
+    settings = train.parse_arguments(["--data", "none"])  # train.py's defaults
+    autocast = arithmetic_in(model.dtype, model.device)
     model.float().requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step(batch: Forward) -> float:
-        """The peak of memory in GiB."""
-        forget_peak(device)
-        with autocast:
-            noisy, clean = losses(model, batch)
-        (noisy + clean).backward()
+    def step(forwards: list[train.Forward], block: int | None) -> None:
+        model.config.block = block
+        train.add_gradients(model, forwards, settings, autocast)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return peak_memory(device)
 
+    blocks = {"SFT": None, "MARS": model.config.block or settings.block}
     rows = []
     for num_examples in args.rows:
+        examples = random_examples(num_examples, args.max_new, model.config.mask_token_id)
         steps = {}
-        for name, block in (("SFT", None), ("MARS", model.config.block or 4)):
-            batch = random_batch(num_examples, block, model.config.mask_token_id, args.max_new)
-            steps[name] = functools.partial(step, batch.to(device))
+        for name, block in blocks.items():
+            model.config.block = block
+            forwards = train.forwards(examples, model.config, settings)
+            steps[name] = functools.partial(step, forwards, block)
             steps[name]()  # start-up, not timed
-        peaks, seconds = common.in_turn(steps, args.rounds, device)
+        _, seconds = common.in_turn(steps, args.rounds, model.device)
         for name in steps:
             typical = statistics.median(seconds[name])
             ratios = common.ratios(seconds[name], seconds["SFT"])
-            cells = [f"{name}, {num_examples}", f"{typical:.3f}", common.spread(ratios)]
-            rows.append([*cells, f"{peaks[name]:.2f}", f"{peaks[name] / peaks['SFT']:.2f}"])
-    head = ["step of so many examples", "s/step", "x SFT (range)", "peak memory, GiB", "x SFT"]
-    print(f"\n{common.table(head, rows)}")
+            rows.append([f"{name}, {num_examples}", f"{typical:.3f}", common.spread(ratios)])
+    print(f"\n{common.table(['step of so many examples', 's/step', 'x SFT (range)'], rows)}")
 
 
-def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: int) -> Forward:
-    """A prompt and a response of max_new tokens in each row; without masks if block is None."""
+def random_examples(count: int, length: int, num_tokens: int) -> list[Example]:
+    """A prompt and a response of `length` tokens each, out of the first num_tokens there are."""
     rng = random.Random(0)
-    streams = []
-    for _ in range(num_examples):
-        tokens = [rng.randrange(mask_id) for _ in range(2 * max_new)]
-        example = Example(tokens, prompt=max_new)
-        streams.append(lay_out(example, block, mask_id, weight=1 / (max_new * num_examples)))
-    rows = [[stream] for stream in streams]
-    return Forward(*collate(rows, len(streams[0].tokens), PADDING))
-
-
-def forget_peak(device: torch.device) -> None:
-    """Let `peak_memory` begin anew; on a CPU, this needs Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+    texts = [[rng.randrange(num_tokens) for _ in range(2 * length)] for _ in range(count)]
+    return [Example(text, prompt=length) for text in texts]
 
 
 # --------------------------------------------------------------------------------- the command line

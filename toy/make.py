@@ -1,6 +1,6 @@
-"""The laptop-scale world: word problems with worked answers, their tokenizer and model config.
+"""The laptop-scale world: word problems with worked answers, and their tokenizer.
 
-    python toy/make.py                                          # train.jsonl, test.jsonl, base/
+    python toy/make.py                           # train.jsonl, test.jsonl, base/tokenizer.json
     python toy/make.py --rows 96000 --out toy/train-96k.jsonl   # what toy/mars learnt from
 
 A problem has one or two operations out of +, - and *. Every kind of sentence has several phrasings,
@@ -257,32 +257,6 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
     return tokenizer
 
 
-def write_base(tokenizer: Tokenizer) -> None:
-    """toy/base: all of a checkpoint but its weights; `train.py --from-scratch` adds these."""
-    base = HERE / "base"
-    base.mkdir(exist_ok=True)
-    end = tokenizer.token_to_id("<|im_end|>")
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,  # padded, as most checkpoints are
-        "hidden_size": 160,
-        "intermediate_size": 448,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.05,
-        "eos_token_id": [end, tokenizer.token_to_id("<|endoftext|>")],
-    }
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (base / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (base / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (base / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    print(f"{base}: {tokenizer.get_vocab_size()} tokens")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write only a training file, under this new name")
@@ -297,7 +271,7 @@ def main() -> None:
         train, test = split(problem, TRAIN_ROWS)
         write(HERE / "train.jsonl", train)
         write(HERE / "test.jsonl", test)
-        write_base(train_tokenizer(train))
+        train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
         return
     if args.out.exists():
         parser.error(f"--out {args.out}: is there already; choose another name")

@@ -17,7 +17,6 @@ no checkpoints.
 """
 
 import argparse
-import json
 import random
 import sys
 from typing import NamedTuple
@@ -34,7 +33,7 @@ from plumbing.arguments import find_device
 from plumbing.config import config_json
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
-from plumbing.files import save
+from plumbing.files import has_model, save
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import round_up
 from plumbing.scheduler import num_in_common
@@ -158,21 +157,16 @@ def train_diffusion(args: argparse.Namespace) -> None:
     rows = JsonlFile(args.data)
     data = Dataset(rows, chat, ends[0], args.block, args.max_length, args.seed, args.held_out, ends)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    log = []
     for step, (examples, _, _) in zip(trange(args.steps, disable=None), data.steps(args.batch)):
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(args.lr, (step + 0.5) / args.steps, args.warmup)
-        total = 0.0
         for example in examples:
             loss = diffusion_loss(model, example) / len(examples)
             loss.backward()
-            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
-        log.append(json.dumps({"step": step + 1, "loss": total}) + "\n")
     save(args.out, config_json(model.config), chat, model.state_dict())
-    (args.out / "log.jsonl").write_text("".join(log))
 
 
 # ----------------------------------------------------------------------------------------- Jacobi
@@ -204,9 +198,8 @@ def main() -> None:
     args = train.parse_arguments(sys.argv[2:])
     if not args.steps:
         raise UserError("--steps: how many?")
-    if args.resume and (args.out / "log.jsonl").exists():
-        return  # it is complete: the log is written last
-    train_diffusion(args)
+    if not (args.resume and has_model(args.out)):  # it would be complete
+        train_diffusion(args)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import transformers
 from commands import command, is_refused, number, tables
 from common import ROOT
 
-from bench import common, quality, speed
+from bench import common, quality
 from decode import Options, generate
 from model import load
 from plumbing.sampling import dice
@@ -102,10 +102,10 @@ def test_the_table_over_tau():
     [table] = tables(out)
     one, several = cells(table, "tau 1"), cells(table, "tau 0.9")
     assert status == 0 and number(one["accuracy"]) > 80
-    assert one["tokens/forward"] == one["median"] == one["without"] == "1.00"
+    assert one["tokens/forward"] == one["without"] == "1.00"
     assert one["positions/forward"] == "1.0"
     assert same_as_tau_1(table, "tau 1") == ["12", "0", "0"]
-    assert float(several["tokens/forward"]) > 2 < float(several["median"])
+    assert float(several["tokens/forward"]) > 2
     assert 0 < float(one["nats/token"]) < 0.1
 
 
@@ -118,7 +118,7 @@ def test_answers_that_repeat_themselves():
     assert not quality.repeats_itself([])
 
 
-def test_the_median_and_the_answers_without_repetition(monkeypatch):
+def test_tokens_per_forward_of_answers_without_repetition(monkeypatch):
     """By hand: 40 tokens in 4 forwards that repeat themselves, and 8 in 4, 9 in 3 that do not."""
     monkeypatch.setattr(quality, "nats_per_token", lambda model, answers: 0.0)
     texts = (([1] * 40, 4), (list(range(8)), 4), (list(range(9)), 3))
@@ -127,7 +127,6 @@ def test_the_median_and_the_answers_without_repetition(monkeypatch):
         answers.append(SimpleNamespace(tokens=tokens, forwards=forwards, widths=[1] * forwards))
     found = dict(zip(quality.COLUMNS, quality.figures(None, answers, "", gaps=[]), strict=True))
     assert found["tokens/forward"] == "5.18"  # 57 / 11
-    assert found["median"] == "3.00"
     assert found["repeat themselves"] == "33.3%"
     assert found["without"] == "2.43"  # 17 / 7
     loops = quality.figures(None, answers[:1], "", gaps=[])
@@ -292,16 +291,5 @@ def test_the_table_of_training_steps():
     status, out, _ = command("bench.speed", *TOY, *words)
     [table] = tables(out)
     assert status == 0 and list(table) == ["SFT, 2", "MARS, 2", "SFT, 3", "MARS, 3"]
-    assert table["SFT, 2"][1] == "1.00 (1.00 to 1.00)" and table["SFT, 2"][3] == "1.00"
-    for seconds, _, peak, _ in table.values():
-        assert number(seconds) > 0 and number(peak) > 0
-
-
-def test_a_random_step_is_a_prompt_and_a_response_in_each_row():
-    """The loss is the mean over the responses; only MARS has masks."""
-    sft = speed.random_batch(3, None, 9, max_new=5)
-    mars = speed.random_batch(3, 2, 9, max_new=5)
-    assert sft.tokens.shape == (3, 9) and (sft.tokens != 9).all() and not sft.noisy_weight.any()
-    assert mars.tokens.shape == (3, 13) and (mars.tokens == 9).sum() == 3 * 4
-    assert sft.clean_weight.sum().item() == pytest.approx(1)
-    assert mars.noisy_weight.sum().item() == pytest.approx(1)
+    assert table["SFT, 2"][1] == "1.00 (1.00 to 1.00)"
+    assert all(number(seconds) > 0 for seconds, _ in table.values())
