@@ -38,7 +38,7 @@ except ImportError:
 from bench import common
 from decode import Decoder, Options
 from model import load
-from plumbing.arguments import Parser, find_device, number, path
+from plumbing.arguments import Parser, find_device, number
 from plumbing.errors import UserError, run_main
 from plumbing.terminal import note
 
@@ -170,11 +170,8 @@ def find_task(name: str, folder: Path) -> str:
     return str(written)
 
 
-def evaluate(lm: Mars, way: str, name: str, task: str, samples, args) -> tuple[float, float]:
-    """Accuracy and tokens per forward over all problems of a task; writes the answers.
-
-    way: how the model decodes, for what is written.
-    """
+def evaluate(lm: Mars, name: str, task: str, args) -> tuple[float, float]:
+    """Accuracy and tokens per forward over all problems of a task."""
     lm.counts.clear()
     results = lm_eval.simple_evaluate(
         lm,
@@ -188,30 +185,12 @@ def evaluate(lm: Mars, way: str, name: str, task: str, samples, args) -> tuple[f
     )
     num_right, num_problems = 0.0, 0
     for part, rows in results["samples"].items():  # a task such as bbh has many
-        problems = {row["doc_id"]: row for row in rows}  # the harness has a row for each filter
-        num_right += len(problems) * results["results"][part][METRICS[name]]
-        num_problems += len(problems)
-        for row in problems.values():
-            sample = {"task": part, "way": way}
-            sample |= {"prompt": row["arguments"][0][0], "answer": row["resps"][0][0]}
-            samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        count = len({row["doc_id"] for row in rows})  # the harness has a row for each filter
+        num_right += count * results["results"][part][METRICS[name]]
+        num_problems += count
     if lm.counts["cut"]:
         note(f"{name}: {lm.counts['cut']} prompts left no room for --max-new and lost their start")
     return num_right / num_problems, lm.counts["tokens"] / max(1, lm.counts["forwards"])
-
-
-def evaluate_all(tasks: dict[str, str], samples, args) -> str:
-    """The table: accuracy and tokens per forward of each task, and their means, for every tau."""
-    lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
-    rows = []
-    for way, options in common.ways_to_decode(args, TAUS).items():
-        lm.options = options
-        figures = [evaluate(lm, way, name, task, samples, args) for name, task in tasks.items()]
-        accuracies = [accuracy for accuracy, _ in figures]
-        speeds = [speed for _, speed in figures]
-        figures.append((mean(accuracies), mean(speeds)))
-        rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
-    return common.table([args.model, *tasks, "mean"], rows)
 
 
 def parse_arguments():
@@ -227,7 +206,6 @@ def parse_arguments():
         help="also: toy, gsm8k",
     )
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
-    add("--samples", type=path, help="append every problem's prompt and answer to this JSONL file")
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")
     common.add_taus(parser, TAUS)
     common.add_rows(parser, default=8)
@@ -244,10 +222,18 @@ def parse_arguments():
 def main() -> None:
     args = parse_arguments()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         tasks = {name: find_task(name, Path(folder)) for name in args.tasks}
-        with open(args.samples or os.devnull, "a", encoding="utf-8") as samples:
-            print(evaluate_all(tasks, samples, args))
+        for way, options in common.ways_to_decode(args, TAUS).items():
+            lm.options = options
+            figures = [evaluate(lm, name, task, args) for name, task in tasks.items()]
+            accuracies = [accuracy for accuracy, _ in figures]
+            speeds = [speed for _, speed in figures]
+            figures.append((mean(accuracies), mean(speeds)))
+            rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
+    print(common.table([args.model, *tasks, "mean"], rows))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ ENTROPY = [f"entropy {nats}" for nats in (0.05, 0.1, 0.2, 0.4, 0.7, 1)]
 MARGIN = [f"margin {margin}" for margin in (0.95, 0.9, 0.8, 0.6, 0.4, 0.2)]
 
 RESAMPLES = 2000  # of the bootstrap
-PERCENT = (100, ".1f")  # factor and format
-NATS = (1, ".4f")
+PERCENT = ("accuracy, %", 100, ".1f")  # name, factor and format
+NATS = ("nats per token", 1, ".4f")
 
 Case = tuple[str, str]  # an arm, and a way to decode its models
 BySeed = dict[int, np.ndarray]  # a value for each problem
@@ -86,7 +86,7 @@ def estimate(values: BySeed) -> tuple[float, float, float]:
 
 def text(values: BySeed, unit=PERCENT, sign="") -> str:
     """mean (low to high) [of each seed]"""
-    factor, form = unit
+    _, factor, form = unit
     middle, low, high = (f"{factor * figure:{sign}{form}}" for figure in estimate(values))
     shown = f"{middle} ({low} to {high})"
     if len(values) > 1:
@@ -98,32 +98,20 @@ def text(values: BySeed, unit=PERCENT, sign="") -> str:
 # ------------------------------------------------------------------------- the fields of claims.md
 
 
-def accuracies(results: Results, cases: dict[str, Case], bases: tuple[str, ...] = ()) -> str:
+def show(results: Results, cases: dict[str, Case], bases=(), unit=PERCENT) -> str:
     """A table with a row for each case; differences are from the bases, or from the first case."""
-    bases = bases or tuple(cases)[:1]
+    values_of = results.right if unit == PERCENT else results.nats
+    bases = bases or list(cases)[:1]
     rows = []
     for label, case in cases.items():
-        right = results.right(case)
-        cells = [label, text(right)]
+        cells = [label, text(values_of(case), unit)]
         for base in bases:
             differs = ""
             if label != base:
-                differs = text(minus(right, results.right(cases[base])), sign="+")
+                differs = text(minus(values_of(case), values_of(cases[base])), unit, sign="+")
             cells.append(differs)
         rows.append([*cells, f"{results.speed(case):.2f}"])
-    return table(["", "accuracy, %", *(f"from {base}" for base in bases), "tokens/forward"], rows)
-
-
-def nats(results: Results, cases: dict[str, Case]) -> str:
-    """The same in nats per token of the reference answers; differences are from the first."""
-    first, *others = cases
-    start = results.nats(cases[first])
-    rows = [[first, f"{estimate(start)[0]:.4f}", ""]]
-    for label in others:
-        values = results.nats(cases[label])
-        differs = text(minus(values, start), NATS, sign="+")
-        rows.append([label, f"{estimate(values)[0]:.4f}", differs])
-    return table(["", "nats per token", f"from {first}"], rows)
+    return table(["", unit[0], *(f"from {base}" for base in bases), "tokens/forward"], rows)
 
 
 TRAINED = {
@@ -164,7 +152,7 @@ ADDED = {
 
 def by_tau(results: Results, size: int, ways: list[str]) -> str:
     cases = {f"B = {size}, {way}": (f"mars-{size}", way) for way in [ONE, *ways]}
-    return accuracies(results, cases)
+    return show(results, cases)
 
 
 def write_report(records: list[Path], out: Path) -> None:
@@ -174,16 +162,16 @@ def write_report(records: list[Path], out: Path) -> None:
     fields = {
         "models": str(len(loaded)),
         "made": "; ".join(sorted({record["made"] for record in loaded})),
-        "one_token": accuracies(results, TRAINED | DIFFUSION, ("AR SFT", "MARS, B = 4")),
-        "one_token_nats": nats(results, TRAINED),
-        "clean_loss": accuracies(results, CLEAN_LOSS),
-        "clean_loss_nats": nats(results, CLEAN_LOSS),
+        "one_token": show(results, TRAINED | DIFFUSION, ["AR SFT", "MARS, B = 4"]),
+        "one_token_nats": show(results, TRAINED, unit=NATS),
+        "clean_loss": show(results, CLEAN_LOSS),
+        "clean_loss_nats": show(results, CLEAN_LOSS, unit=NATS),
         "tau_4": by_tau(results, 4, PAPER),
         "tau_8": by_tau(results, 8, PAPER),
         "tau_16": by_tau(results, 16, PAPER),
         "confidences": by_tau(results, 4, ENTROPY + MARGIN),
-        "untrained": accuracies(results, UNTRAINED),
-        "added": accuracies(results, ADDED),
+        "untrained": show(results, UNTRAINED),
+        "added": show(results, ADDED),
     }
     template = Path(__file__).with_name("claims.md").read_text(encoding="utf-8")
     (out / "paper.md").write_text(template.format(**fields), encoding="utf-8")
@@ -221,8 +209,6 @@ def draw(results: Results, file: Path) -> None:
         axes.errorbar(x, y, [y - low, high - y], fmt=marker, color=colour, capsize=3, label=label)
         for way, *point in zip(ways, x, y):
             if len(ways) > 1:
-                tau = way.split()[-1]
-                place = {"xytext": (6, 4), "textcoords": "offset points"}
-                axes.annotate(tau, point, fontsize=8, color=colour, **place)
+                axes.annotate(f"  {way.split()[-1]}", point, fontsize=8, color=colour)
     axes.legend(frameon=False, loc="lower left")
     atomic_write(file, lambda part: figure.savefig(part, dpi=120))
