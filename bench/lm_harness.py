@@ -94,15 +94,8 @@ class Mars(LM):
 
     def prompt(self, request) -> list[int]:
         """The request as token ids; a prompt that is too long loses its start."""
-        context, settings = request.args
-        if settings.get("do_sample") and settings.get("temperature", 1):
-            raise UserError(f"{request.task_name}: samples its answers; this decoder is greedy")
-        ids = self.chat.encode(context)
-        positions = self.model.config.max_position_embeddings
-        room = positions - self.options.max_new
-        if room < 1:
-            message = f"--max-new {self.options.max_new}: leaves no room for a prompt"
-            raise UserError(f"{message}, for the model has {positions} positions")
+        ids = self.chat.encode(request.args[0])
+        room = max(1, self.model.config.max_position_embeddings - self.options.max_new)
         if len(ids) > room:
             self.counts["cut"] += 1
         return ids[-room:]

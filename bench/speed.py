@@ -151,7 +151,6 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         for name, way in ways.items():
             way(prompts[:rows], args.max_new)  # start-up, not timed
             work[name] = functools.partial(way, prompts, args.max_new)
-            work[f"{name}, first token"] = functools.partial(way, prompts, 1)
         answers, seconds = common.in_turn(work, args.rounds, model.device)
 
         base = next(iter(ways))
@@ -160,7 +159,6 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         lines = []
         for name in ways:
             ratios = [common.ratios(speeds[name], speeds[rival]) for rival in rivals]
-            first_token = statistics.median(seconds[f"{name}, first token"])
             counts = ("", "")  # what transformers computes, it does not tell
             if isinstance(ways[name], Ours):
                 counts = per_forward(answers[name])
@@ -171,14 +169,12 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
                     f"{statistics.median(speeds[name]):.1f}",
                     *map(common.spread, ratios),
                     *counts,
-                    f"{1000 * first_token / len(prompts):.1f}",
                     f"{sum(same) / len(same):.1%}",
                     common.accuracy(chat, answers[name], asked),
                 ]
             )
         head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
-        head += ["tokens/forward", "positions/forward", "first token, ms/prompt"]
-        head += [f"text of {base}", "accuracy"]
+        head += ["tokens/forward", "positions/forward", f"text of {base}", "accuracy"]
         print(f"\n{common.table(head, lines)}", flush=True)
 
 

@@ -19,7 +19,6 @@ no checkpoints.
 import argparse
 import random
 import sys
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,6 @@ from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
 from plumbing.files import has_model, save
 from plumbing.jsonl import JsonlFile
-from plumbing.packing import round_up
 from plumbing.scheduler import num_in_common
 
 # -------------------------------------------------------------------------------- block diffusion
@@ -58,57 +56,46 @@ def prefix_of_clean(pos: Tensor, prompt: int, block: int) -> Tensor:
     return torch.where(pos < prompt, pos + 1, block_end)
 
 
-class Layout(NamedTuple):
-    """[clean; a window of B + 1 per block]; every field (T,)."""
+def window_states(
+    model: Qwen2, text: Tensor, prompt: int, windows: Tensor, first: Tensor
+) -> Tensor:
+    """Hidden states (N, B, D) that predict the tokens of N blocks.
 
-    tokens: Tensor
-    pos: Tensor
-    prefix: Tensor  # see `visible` in model.py
-    target: Tensor
-    weight: Tensor
-
-
-def diffusion_layout(example: Example, block: int, mask_id: int) -> Layout:
-    """Column 0 of a window is the clean token before its block, and predicts the block's first.
-
-    The end token is repeated up to the end of the last block, and a target each time.
+    text: what is clean. windows (N, B + 1): the token before a block, then the block. first (N,):
+    the position of that token; its window sees the text before it, and all of itself.
     """
-    prompt = example.prompt
-    num_targets = round_up(example.targets, block)
-    num_padding = num_targets - example.targets
-    x = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding)
-    clean = torch.arange(len(x) - block)  # no window sees the last block
-
-    t, masked = noise(example, len(x))
-    column = torch.arange(block + 1).repeat(num_targets // block)
-    first = torch.arange(prompt - 1, len(x) - 1, block).repeat_interleave(block + 1)
-    pos = first + column
-    following = (pos + 1).clamp(max=len(x) - 1)  # the last column has no target and weight 0
-    is_target = masked[following] & (column < block)
-    return Layout(
-        tokens=torch.cat([x[clean], torch.where(masked[pos] & (column > 0), mask_id, x[pos])]),
-        pos=torch.cat([clean, pos]),
-        prefix=torch.cat([prefix_of_clean(clean, prompt, block), first]),
-        target=torch.cat([x[clean], x[following]]),
-        weight=torch.cat([torch.zeros(len(clean)), torch.where(is_target, 1 / t, 0.0)]),
-    )
-
-
-def diffusion_states(model: Qwen2, tokens: Tensor, pos: Tensor, prefix: Tensor) -> Tensor:
-    """Hidden states (T, D); a position of a window sees what the window's last one may see."""
-    q_pos = torch.where(prefix <= pos, pos.max(), pos)  # in a window: of its last position
+    clean = torch.arange(len(text), device=text.device)
+    window_pos = first[:, None] + torch.arange(windows.size(1), device=text.device)
+    pos = torch.cat([clean, window_pos.flatten()])
+    window_prefix = first.repeat_interleave(windows.size(1))
+    prefix = torch.cat([prefix_of_clean(clean, prompt, windows.size(1) - 1), window_prefix])
+    q_pos = torch.where(prefix <= pos, pos.max(), pos)  # in a window: that of its last token
     mask = visible(q_pos[:, None], prefix[:, None], 0, pos, prefix, 0)
-    return model(tokens[None], pos[None], mask[None, None])[0]
+    tokens = torch.cat([text, windows.flatten()])
+    hidden = model(tokens[None], pos[None], mask[None, None])[0, len(text) :]
+    return hidden.unflatten(0, windows.shape)[:, :-1]  # the last token predicts nothing
 
 
 def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
-    """The mean over the example's targets."""
-    layout = diffusion_layout(example, model.config.block, model.config.mask_token_id)
-    tokens, pos, prefix, target, weight = (field.to(model.device) for field in layout)
-    hidden = diffusion_states(model, tokens, pos, prefix)
-    at = weight > 0
-    each = F.cross_entropy(model.logits(hidden[at]), target[at], reduction="none")
-    return (each * weight[at]).sum() / example.targets
+    """The mean over the example's targets.
+
+    The end token is repeated up to the end of the last block, and a target each time.
+    """
+    block = model.config.block
+    num_padding = -example.targets % block
+    tokens = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding, device=model.device)
+    t, masked = noise(example, len(tokens))
+    masked = masked.to(model.device)
+    noisy = torch.where(masked, model.config.mask_token_id, tokens)
+    first = torch.arange(example.prompt - 1, len(tokens) - 1, block, device=model.device)
+    blocks = noisy[example.prompt :].view(-1, block)
+    windows = torch.cat([tokens[first][:, None], blocks], dim=1)
+    text = tokens[:-block]  # no window sees the last block
+    hidden = window_states(model, text, example.prompt, windows, first).flatten(0, 1)
+    at = masked[example.prompt :]
+    target = tokens[example.prompt :][at]
+    total = F.cross_entropy(model.logits(hidden[at]), target, reduction="sum")
+    return total / t / example.targets
 
 
 @torch.inference_mode()
@@ -125,28 +112,17 @@ def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
     while not answer.done:
         block = [mask_id] * model.config.block
         for _ in range(len(block)):
-            logits = window_logits(model, answer.text, len(prompt), block)
-            confidence, tokens = logits.softmax(-1).max(-1)
+            text = torch.tensor(answer.text, device=model.device)
+            window = torch.tensor([answer.text[-1:] + block], device=model.device)
+            first = torch.tensor([len(text) - 1], device=model.device)
+            [hidden] = window_states(model, text, len(prompt), window, first)
+            confidence, tokens = model.logits(hidden).softmax(-1).max(-1)
             is_set = torch.tensor(block, device=model.device) != mask_id
             best = confidence.masked_fill(is_set, -1).argmax().item()
             block[best] = tokens[best].item()
             answer.take([], width=1 + len(block))
         answer.take(block, width=len(block))
     return answer
-
-
-def window_logits(model: Qwen2, text: list[int], prompt: int, block: list[int]) -> Tensor:
-    """What the model predicts for the tokens of a block (B, V) that follows a text.
-
-    As in training: after the text comes a window, a copy of the last token and then the block.
-    """
-    tokens = torch.tensor(text + text[-1:] + block, device=model.device)
-    clean = torch.arange(len(text), device=model.device)
-    window = torch.arange(len(text) - 1, len(text) + len(block), device=model.device)
-    clean_prefix = prefix_of_clean(clean, prompt, len(block))
-    prefix = torch.cat([clean_prefix, torch.full_like(window, len(text) - 1)])
-    hidden = diffusion_states(model, tokens, torch.cat([clean, window]), prefix)
-    return model.logits(hidden[len(text) : -1])
 
 
 def train_diffusion(args: argparse.Namespace) -> None:

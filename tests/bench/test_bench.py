@@ -268,7 +268,7 @@ def test_next_to_transformers(monkeypatch):
     assert number(batch["verify, B 3"][4]) < number(batch["verify"][4])  # positions
     assert alone["prompt lookup"][2] == alone["AR"][3] == "1.00 (1.00 to 1.00)"
     for cells in [*alone.values(), *batch.values()]:
-        assert number(cells[0]) > 0 and number(cells[-3]) > 0
+        assert number(cells[0]) > 0
         assert cells[-2] == "100.0%", "the text of transformers"
     monkeypatch.setitem(common.SHAPES, "0.5B", (64, 128, 2, 4, 2, 640, True))
     status, out, err = command("bench.speed", *TOY, "--transformers", "--shape", "0.5B", *words)

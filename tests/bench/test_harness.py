@@ -19,8 +19,6 @@ def lm():
 
 
 class Request:
-    task_name = "some"
-
     def __init__(self, context: str, **settings):
         self.args = (context, settings)
 
@@ -72,7 +70,7 @@ def test_stop_strings_cut_text_and_tokens_alike(lm):
 def test_answers_so_long_that_no_prompt_fits(lm):
     """They are refused, with the numbers."""
     lm.options = Options(max_new=5000)
-    with pytest.raises(UserError, match="--max-new 5000: leaves no room for a prompt"):
+    with pytest.raises(UserError, match="up to 5000 new ones exceed the model's 2048 positions"):
         lm.generate_until([Request("What is 2 + 2?")])
 
 
