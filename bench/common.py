@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -23,7 +22,6 @@ from plumbing.jsonl import JsonlFile
 
 ROOT = Path(__file__).parent.parent
 TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks are run from
-Result = TypeVar("Result")
 
 
 def read_problems(file: Path, limit: int | None = None) -> list[dict]:
@@ -124,8 +122,8 @@ def wait(device: torch.device) -> None:
 
 
 def in_turn(
-    ways: dict[str, Callable[[], Result]], rounds: int, device: torch.device
-) -> tuple[dict[str, Result], dict[str, list[float]]]:
+    ways: dict[str, Callable], rounds: int, device: torch.device
+) -> tuple[dict, dict[str, list[float]]]:
     """Run all ways in turn, `rounds` times: a drift of the machine's speed hits all of them alike.
 
     Returns each way's last result and its seconds in every round. The caller runs each way once

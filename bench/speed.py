@@ -155,20 +155,24 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
 
         base = next(iter(ways))
         rivals = dict.fromkeys([base, *(name for name in RIVALS if name in ways)])
-        speeds = {name: tokens_per_second(answers[name], seconds[name]) for name in ways}
+        speeds = {}  # tokens per second in every round
+        for name in ways:
+            num_tokens = sum(len(answer.tokens) for answer in answers[name])
+            speeds[name] = [num_tokens / taken for taken in seconds[name]]
         lines = []
         for name in ways:
             ratios = [common.ratios(speeds[name], speeds[rival]) for rival in rivals]
-            counts = ("", "")  # what transformers computes, it does not tell
+            per_forward = ["", ""]  # transformers does not tell
             if isinstance(ways[name], Ours):
-                counts = per_forward(answers[name])
+                per_forward[0] = f"{common.tokens_per_forward(answers[name]):.2f}"
+                per_forward[1] = f"{common.positions_per_forward(answers[name]):.2f}"
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
             lines.append(
                 [
                     name,
                     f"{statistics.median(speeds[name]):.1f}",
                     *map(common.spread, ratios),
-                    *counts,
+                    *per_forward,
                     f"{sum(same) / len(same):.1%}",
                     common.accuracy(chat, answers[name], asked),
                 ]
@@ -176,18 +180,6 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
         head += ["tokens/forward", "positions/forward", f"text of {base}", "accuracy"]
         print(f"\n{common.table(head, lines)}", flush=True)
-
-
-def tokens_per_second(answers: list[Sequence], seconds: list[float]) -> list[float]:
-    """In every round."""
-    num_tokens = sum(len(answer.tokens) for answer in answers)
-    return [num_tokens / taken for taken in seconds]
-
-
-def per_forward(answers: list[Sequence]) -> tuple[str, str]:
-    """Tokens and positions."""
-    positions = common.positions_per_forward(answers)
-    return f"{common.tokens_per_forward(answers):.2f}", f"{positions:.2f}"
 
 
 def widths(model: Qwen2, args) -> None:

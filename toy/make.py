@@ -11,7 +11,7 @@ threshold decoding is about. Everything follows from fixed seeds; no training pr
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -205,26 +205,22 @@ def hard_problem(rng: random.Random) -> dict:
     return story.row()
 
 
-World = Callable[[random.Random], dict]
+def split(world: Callable, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[list, list]:
+    """Training and test rows of a world (`problem` or `hard_problem`); no prompt comes twice."""
+    seen = set()
 
+    def draw(seed: int, count: int) -> list[dict]:
+        rng = random.Random(seed)
+        rows = []
+        while len(rows) < count:
+            row = world(rng)
+            if row["prompt"] not in seen:
+                seen.add(row["prompt"])
+                rows.append(row)
+        return rows
 
-def problems(world: World, seed: int, avoid: set[str]) -> Iterator[dict]:
-    """Rows without end; none has a prompt out of `avoid`, and none comes twice."""
-    rng = random.Random(seed)
-    seen = set(avoid)
-    while True:
-        row = world(rng)
-        if row["prompt"] not in seen:
-            seen.add(row["prompt"])
-            yield row
-
-
-def split(world: World, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[list, list]:
-    """Training and test rows; no prompt is in both."""
-    generator = problems(world, 1, set())
-    test = [next(generator) for _ in range(test_rows)]
-    generator = problems(world, 2, {row["prompt"] for row in test})
-    return [next(generator) for _ in range(train_rows)], test
+    test = draw(1, test_rows)
+    return draw(2, train_rows), test
 
 
 def write(path: Path, rows: list[dict]) -> None:

@@ -1,4 +1,4 @@
-"""Tables and a plot from the records that experiments/paper/run.py keeps; the text is claims.md.
+"""Tables from the records that experiments/paper/run.py keeps; the text is claims.md.
 
 An accuracy is the mean over seeds and problems. Its 95 % interval is a bootstrap over problems of
 the mean over seeds: it is for other problems and the same seeds. A difference is taken problem by
@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import table
-from plumbing.files import atomic_write
 
 # Ways to decode: a kind and its threshold. Their options are in run.py.
 ONE = "tau 1"
@@ -156,7 +155,7 @@ def by_tau(results: Results, size: int, ways: list[str]) -> str:
 
 
 def write_report(records: list[Path], out: Path) -> None:
-    """Write OUT/paper.md and the plot."""
+    """Write OUT/paper.md."""
     results = Results(records)
     loaded = [record for by_seed in results.records.values() for record in by_seed.values()]
     fields = {
@@ -175,40 +174,3 @@ def write_report(records: list[Path], out: Path) -> None:
     }
     template = Path(__file__).with_name("claims.md").read_text(encoding="utf-8")
     (out / "paper.md").write_text(template.format(**fields), encoding="utf-8")
-    draw(results, out / "pareto.png")
-
-
-# -------------------------------------------------------------------------------------------- plot
-
-# Okabe and Ito's colours, which do not depend on telling red from green.
-BLUE, ORANGE, GREEN, RED, PINK, GREY = "#0072b2 #e69f00 #009e73 #d55e00 #cc79a7 #777777".split()
-CURVES = [  # label, arm, ways, marker, colour
-    ("B = 4", "mars-4", [ONE, *PAPER], "o-", BLUE),
-    ("B = 8", "mars-8", [ONE, *PAPER], "s-", GREEN),
-    ("B = 16", "mars-16", [ONE, *PAPER], "^-", PINK),
-    ("B = 4, B + 1 candidates", "mars-4", OURS, "D--", ORANGE),
-    ("--verify, B = 4", "mars-4", ["verify"], "*", RED),
-    ("--verify, B = 8", "mars-8", ["verify"], "P", RED),
-    ("Jacobi", "sft", ["jacobi"], "x", GREY),
-    ("block diffusion", "diffusion", ["diffusion"], "v", GREY),
-]
-
-
-def draw(results: Results, file: Path) -> None:
-    """Accuracy over tokens per forward."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set(title="What tau buys (small numbers: tau)")
-    axes.set(xlabel="tokens per forward", ylabel="accuracy, % (bars: 95 % interval)")
-    axes.spines[["top", "right"]].set_visible(False)
-    for label, name, ways, marker, colour in CURVES:
-        x = [results.speed((name, way)) for way in ways]
-        y, low, high = 100 * np.array([estimate(results.right((name, way))) for way in ways]).T
-        axes.errorbar(x, y, [y - low, high - y], fmt=marker, color=colour, capsize=3, label=label)
-        for way, *point in zip(ways, x, y):
-            if len(ways) > 1:
-                axes.annotate(f"  {way.split()[-1]}", point, fontsize=8, color=colour)
-    axes.legend(frameon=False, loc="lower left")
-    atomic_write(file, lambda part: figure.savefig(part, dpi=120))

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench.common import ROOT, are_right, encode, require
+from bench.common import ROOT, are_right, encode
 from bench.quality import predict
 from decode import generate
 from experiments.paper import report
@@ -35,7 +35,7 @@ from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.data import encode as encode_row
 from plumbing.errors import UserError, run_main
-from plumbing.files import atomic_write
+from plumbing.files import atomic_write, write_json
 from toy.make import HARD_TEST_ROWS, hard_problem, split, write
 
 START = ROOT / "toy/hard"  # the model that all start from
@@ -164,8 +164,7 @@ class Piece:
         record |= measure(self.model, self.arm, self.plan)
         machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
         record["made"] = f"{datetime.date.today()}, {machine}, torch {torch.__version__}"
-        text = json.dumps(record, indent=1) + "\n"  # an entry per line: a diff shows what changed
-        atomic_write(self.record, lambda path: path.write_text(text, encoding="utf-8"))
+        atomic_write(self.record, lambda path: write_json(path, record))
 
     def train(self) -> None:
         """Run the command, which resumes an interrupted training, and ends at once after one."""
@@ -235,7 +234,6 @@ def main() -> None:
     help = "pieces at a time, one thread each"
     parser.add_argument("--jobs", type=number(int, 1), default=2, help=help)
     args = parser.parse_args()
-    require("matplotlib")
     plan = Plan()
     pieces = plan.pieces()
     missing = [piece for piece in pieces if not piece.is_complete()]

@@ -85,7 +85,6 @@ def test_a_failed_training_says_where_to_look(plan):
 
 def test_from_nothing_to_a_report(plan, monkeypatch):
     """What was made is not made again."""
-    pytest.importorskip("matplotlib", reason="pip install -r bench/requirements.txt")
     monkeypatch.setitem(paper.ARMS, "mars-4", MARS_4)
     made = []
 
@@ -102,7 +101,6 @@ def test_from_nothing_to_a_report(plan, monkeypatch):
     assert made == [piece.name for piece in plan.pieces()]
     text = (plan.out / "paper.md").read_text()
     assert "22 models" in text and "{" not in text
-    assert (plan.out / "pareto.png").stat().st_size > 10_000
 
 
 def test_the_committed_records_are_complete_and_draw_the_committed_report(tmp_path):
@@ -110,7 +108,6 @@ def test_the_committed_records_are_complete_and_draw_the_committed_report(tmp_pa
     that --verify is right where tau 1 is."""
     pieces = Plan().pieces()
     assert all(piece.is_complete() for piece in pieces)
-    pytest.importorskip("matplotlib", reason="pip install -r bench/requirements.txt")
     report.write_report([piece.record for piece in pieces], tmp_path)
     made, committed = (
         re.sub(r"\(\S+ to \S+\)", "", (folder / "paper.md").read_text()).replace("-", "").split()
