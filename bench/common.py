@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -23,7 +22,6 @@ from plumbing.jsonl import JsonlFile
 
 ROOT = Path(__file__).parent.parent
 TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks are run from
-Result = TypeVar("Result")
 
 
 def read_problems(file: Path, limit: int | None = None) -> list[dict]:
@@ -75,12 +73,9 @@ def tokens_per_forward(answers: list[Sequence]) -> float:
     return num_tokens / sum(answer.forwards for answer in answers)
 
 
-def positions_per_forward(widths: list[list[int]]) -> float:
-    """Positions that the model computed per row and forward, prefills aside.
-
-    widths: of the forwards of each answer.
-    """
-    after_prefill = [width for answer in widths for width in answer[1:]]
+def positions_per_forward(answers: list[Sequence]) -> float:
+    """Positions that the model computed per row and forward, prefills aside."""
+    after_prefill = [width for answer in answers for width in answer.widths[1:]]
     return sum(after_prefill) / max(1, len(after_prefill))
 
 
@@ -127,8 +122,8 @@ def wait(device: torch.device) -> None:
 
 
 def in_turn(
-    ways: dict[str, Callable[[], Result]], rounds: int, device: torch.device
-) -> tuple[dict[str, Result], dict[str, list[float]]]:
+    ways: dict[str, Callable], rounds: int, device: torch.device
+) -> tuple[dict, dict[str, list[float]]]:
     """Run all ways in turn, `rounds` times: a drift of the machine's speed hits all of them alike.
 
     Returns each way's last result and its seconds in every round. The caller runs each way once

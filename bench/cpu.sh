@@ -36,7 +36,7 @@ for dtype in float32 bfloat16; do
     speed --transformers --limit 32 --rounds 9 --rows 1 8 --dtype $dtype
     speed --transformers --widths --shape 0.5B --max-new 16 --rounds 9 --rows 1 8 --dtype $dtype
 done
-step python -m experiments.paper.tables --table5
+speed --block-caches
 speed --training --rows 32 --max-new 80
 speed --training --shape 0.5B --rows 2 --max-new 256 --rounds 2
 

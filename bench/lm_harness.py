@@ -1,12 +1,12 @@
 """The paper's benchmarks in EleutherAI's lm-evaluation-harness, with tokens per forward.
 
     python -m bench.lm_harness --model Xalphinions/MARS-Qwen2.5-0.5B-blk4 --block 4 --run-code
-    python -m bench.lm_harness --tasks gsm8k_cot bbh toy --data bench/data --limit 50
+    python -m bench.lm_harness --tasks toy gsm8k --limit 50
 
-The first command prints the paper's six tasks; the second needs no network: with --data problems
-come from files as their authors publish them, DIR/gsm8k/test.jsonl and DIR/bbh/NAME.json. `toy` is
-the bundled word problems. Settings are the paper's: the chat template, no examples in the prompt
-(BBH has three), up to 256 new tokens, greedy. The rest of a task is the harness's own.
+The first command prints the paper's six tasks. The second needs no network: `toy` is the bundled
+word problems, and `gsm8k` is gsm8k_cot on the questions in bench/data. Settings are the paper's:
+the chat template, no examples in the prompt (BBH has three), up to 256 new tokens, greedy. The rest
+of a task is the harness's own.
 
 A stop string ends an answer where the string begins. As in one-token decoding, its tokens count up
 to the one that completes it; later tokens of the same forward do not.
@@ -38,10 +38,8 @@ except ImportError:
 from bench import common
 from decode import Decoder, Options
 from model import load
-from plumbing.arguments import Parser, find_device, number, path
+from plumbing.arguments import Parser, find_device, number
 from plumbing.errors import UserError, run_main
-from plumbing.files import read_json
-from plumbing.jsonl import JsonlFile
 from plumbing.terminal import note
 
 METRICS = {  # the one that is printed for each task
@@ -53,7 +51,11 @@ METRICS = {  # the one that is printed for each task
     "humaneval_instruct": "pass@1,create_test",
 }
 PAPER = list(METRICS)
-METRICS["toy"] = "exact_match,last-number"
+BUNDLED = {  # the task that is run on other problems, and where these are
+    "toy": (Path(__file__).with_name("toy.yaml"), common.TOY / "test.jsonl"),
+    "gsm8k": ("gsm8k_cot", common.ROOT / "bench/data/gsm8k/test.jsonl"),
+}
+METRICS |= {"toy": "exact_match,last-number", "gsm8k": METRICS["gsm8k_cot"]}
 TAUS = [1, 0.95]
 
 # ------------------------------------------------------------------------------ the harness's model
@@ -92,15 +94,8 @@ class Mars(LM):
 
     def prompt(self, request) -> list[int]:
         """The request as token ids; a prompt that is too long loses its start."""
-        context, settings = request.args
-        if settings.get("do_sample") and settings.get("temperature", 1):
-            raise UserError(f"{request.task_name}: samples its answers; this decoder is greedy")
-        ids = self.chat.encode(context)
-        positions = self.model.config.max_position_embeddings
-        room = positions - self.options.max_new
-        if room < 1:
-            message = f"--max-new {self.options.max_new}: leaves no room for a prompt"
-            raise UserError(f"{message}, for the model has {positions} positions")
+        ids = self.chat.encode(request.args[0])
+        room = max(1, self.model.config.max_position_embeddings - self.options.max_new)
         if len(ids) > room:
             self.counts["cut"] += 1
         return ids[-room:]
@@ -149,53 +144,31 @@ class Mars(LM):
 task_manager = functools.cache(TaskManager)  # reads some ten thousand files
 
 
-def local(name: str, file: Path, folder: Path, field: str | None = None) -> str:
-    """Write a YAML file: the harness's task of that name, or ours, on the problems in `file`."""
-    if not file.is_file():
-        raise UserError(f"{file}: no such file, which the task {name} needs")
-    read = read_json if field else JsonlFile
-    read(file)  # a UserError if the file is damaged
-    if name == "toy":
-        original = Path(__file__).parent / "toy.yaml"
-    elif name in task_manager().task_index:
-        original = task_manager().task_index[name].yaml_path
-    else:
-        raise UserError(f"{file}: the harness has no task {name}")
-    kwargs = {"data_files": {"test": str(file.resolve())}}
-    if field:
-        kwargs["field"] = field
-    task = {"include": str(original), "task": name}
-    task |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
+def find_task(name: str, folder: Path) -> str:
+    """A task as `simple_evaluate` takes it: a name, or a YAML file that is written here."""
+    if name not in BUNDLED:
+        return name
+    original, problems = BUNDLED[name]
+    if original in METRICS:
+        original = task_manager().task_index[original].yaml_path
+    task = {
+        "include": str(original),
+        "task": name,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(problems.resolve())}},
+    }
     written = folder / f"{name}.yaml"
     written.write_text(json.dumps(task))  # JSON is YAML
     return str(written)
 
 
-def tasks_of(name: str, data: Path | None, folder: Path) -> list[str]:
-    """A task as `simple_evaluate` takes it; a UserError if its problems are not there."""
-    if name == "toy":
-        return [local(name, common.TOY / "test.jsonl", folder)]
-    if data is None:
-        return [name]
-    if name == "gsm8k_cot":
-        return [local(name, data / "gsm8k/test.jsonl", folder)]
-    if name == "bbh":
-        files = sorted((data / "bbh").glob("*.json"))
-        if not files:
-            raise UserError(f"{data / 'bbh'}: no .json there, which the task bbh needs")
-        return [local(f"bbh_cot_fewshot_{f.stem}", f, folder, "examples") for f in files]
-    raise UserError(f"--data {data}: has only gsm8k_cot, bbh and toy, not {name}")
-
-
-def evaluate(lm: Mars, way: str, name: str, tasks: list, samples, args) -> tuple[float, float]:
-    """Accuracy and tokens per forward over all problems of a task's parts; writes the answers.
-
-    way: how the model decodes, for what is written.
-    """
+def evaluate(lm: Mars, name: str, task: str, args) -> tuple[float, float]:
+    """Accuracy and tokens per forward over all problems of a task."""
     lm.counts.clear()
     results = lm_eval.simple_evaluate(
         lm,
-        tasks=tasks,
+        tasks=[task],
         task_manager=task_manager(),
         num_fewshot=3 if name == "bbh" else 0,
         limit=args.limit,
@@ -204,41 +177,28 @@ def evaluate(lm: Mars, way: str, name: str, tasks: list, samples, args) -> tuple
         confirm_run_unsafe_code=args.run_code,
     )
     num_right, num_problems = 0.0, 0
-    for part, rows in results["samples"].items():
-        problems = {row["doc_id"]: row for row in rows}  # the harness has a row for each filter
-        num_right += len(problems) * results["results"][part][METRICS[name]]
-        num_problems += len(problems)
-        for row in problems.values():
-            sample = {"task": part, "way": way}
-            sample |= {"prompt": row["arguments"][0][0], "answer": row["resps"][0][0]}
-            samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    for part, rows in results["samples"].items():  # a task such as bbh has many
+        count = len({row["doc_id"] for row in rows})  # the harness has a row for each filter
+        num_right += count * results["results"][part][METRICS[name]]
+        num_problems += count
     if lm.counts["cut"]:
         note(f"{name}: {lm.counts['cut']} prompts left no room for --max-new and lost their start")
     return num_right / num_problems, lm.counts["tokens"] / max(1, lm.counts["forwards"])
-
-
-def evaluate_all(tasks: dict[str, list], samples, args) -> str:
-    """The table: accuracy and tokens per forward of each task, and their means, for every tau."""
-    lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
-    rows = []
-    for way, options in common.ways_to_decode(args, TAUS).items():
-        lm.options = options
-        figures = [evaluate(lm, way, name, parts, samples, args) for name, parts in tasks.items()]
-        accuracies = [accuracy for accuracy, _ in figures]
-        speeds = [speed for _, speed in figures]
-        figures.append((mean(accuracies), mean(speeds)))
-        rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
-    return common.table([args.model, *tasks, "mean"], rows)
 
 
 def parse_arguments():
     parser = Parser("The paper's benchmarks, with tokens per forward.")
     parser.add_model(str(common.TOY / "mars"), "directory or hub id")
     add = parser.add_argument
-    add("--tasks", nargs="+", default=PAPER, choices=METRICS, metavar="TASK", help="also: toy")
-    add("--data", type=path, help="a directory with their problems (default: download them)")
+    add(
+        "--tasks",
+        nargs="+",
+        default=PAPER,
+        choices=METRICS,
+        metavar="TASK",
+        help="also: toy, gsm8k",
+    )
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
-    add("--samples", type=path, help="append every problem's prompt and answer to this JSONL file")
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")
     common.add_taus(parser, TAUS)
     common.add_rows(parser, default=8)
@@ -255,10 +215,18 @@ def parse_arguments():
 def main() -> None:
     args = parse_arguments()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        tasks = {name: tasks_of(name, args.data, Path(folder)) for name in args.tasks}
-        with open(args.samples or os.devnull, "a", encoding="utf-8") as samples:
-            print(evaluate_all(tasks, samples, args))
+        tasks = {name: find_task(name, Path(folder)) for name in args.tasks}
+        for way, options in common.ways_to_decode(args, TAUS).items():
+            lm.options = options
+            figures = [evaluate(lm, name, task, args) for name, task in tasks.items()]
+            accuracies = [accuracy for accuracy, _ in figures]
+            speeds = [speed for _, speed in figures]
+            figures.append((mean(accuracies), mean(speeds)))
+            rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
+    print(common.table([args.model, *tasks, "mean"], rows))
 
 
 if __name__ == "__main__":

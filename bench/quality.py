@@ -6,9 +6,9 @@
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
 An answer is right if its last number is the problem's. Prompts without answers will do, too.
-"tokens/forward" is of all tokens over all forwards, "median" of the answers' own. An answer repeats
-itself if at least 10 % of its 6-grams of tokens occurred before in it; such answers are easy to
-guess, so "without" is tokens per forward of the others.
+"tokens/forward" is of all tokens over all forwards. An answer repeats itself if at least 10 % of
+its 6-grams of tokens occurred before in it; such answers are easy to guess, so "without" is tokens
+per forward of the others.
 
 Nats are the mean of -log p of an answer's tokens, one token ahead, under the model itself: how
 unlikely the model finds what it was made to say. (Greedy text at tau 1 is what it finds likely.) If
@@ -20,7 +20,6 @@ and a forward of another width rounds differently. With --verify in float32 ther
 difference. If there is one, it is a bug, and the exit status is 1.
 """
 
-import statistics
 import sys
 from dataclasses import replace
 from os.path import commonprefix  # of any two lists
@@ -43,7 +42,7 @@ TIE = 1e-4
 TAUS = [1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
 NATS = [0, 0.05, 0.1, 0.2, 0.5, 1]  # taus of the metric entropy
 GRAM = 6  # tokens
-COLUMNS = ["accuracy", "nats/token", "tokens/forward", "median", "repeat themselves", "without"]
+COLUMNS = ["accuracy", "nats/token", "tokens/forward", "repeat themselves", "without"]
 COLUMNS += ["positions/forward", "same as tau 1", "parted at a tie", "different"]
 
 
@@ -139,7 +138,6 @@ def gaps_at_parting(
 
 def figures(model: Qwen2, answers: list[Sequence], accuracy: str, gaps: list[float]) -> list[str]:
     """The cells of COLUMNS."""
-    each = [len(answer.tokens) / answer.forwards for answer in answers]
     others = [answer for answer in answers if not repeats_itself(answer.tokens)]
     without = ""
     if others:
@@ -149,10 +147,9 @@ def figures(model: Qwen2, answers: list[Sequence], accuracy: str, gaps: list[flo
         accuracy,
         f"{nats_per_token(model, answers):.3f}",
         f"{common.tokens_per_forward(answers):.2f}",
-        f"{statistics.median(each):.2f}",
         f"{1 - len(others) / len(answers):.1%}",
         without,
-        f"{common.positions_per_forward([answer.widths for answer in answers]):.1f}",
+        f"{common.positions_per_forward(answers):.1f}",
         f"{len(answers) - len(gaps)}",
         f"{num_ties}",
         f"{len(gaps) - num_ties}",

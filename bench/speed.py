@@ -2,6 +2,7 @@
 
     python -m bench.speed --lossless        # AR, tau, and --verify in several ways
     python -m bench.speed --transformers    # and transformers' generate and its prompt lookup
+    python -m bench.speed --block-caches    # the paper's Table 5: no cache, its cache, ours
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
     python -m bench.speed --training        # a step of MARS next to one of ordinary fine-tuning
 
@@ -9,9 +10,7 @@
 trained weights do but accept nothing, so --transformers then compares AR alone.
 
 A ratio is taken within a round, in which all settings run in turn; tables have the median and the
-range over rounds. Efficiency is the ratio divided by tokens per forward. On a CPU in float32 a
-wider forward takes more time. A GPU with few rows waits for its memory, not for arithmetic, and
-comes closer to an efficiency of 1.
+range over rounds.
 
 Tokens per forward counts all tokens of an answer, its end of turn included, and all forwards of its
 row, the prefill included.
@@ -20,16 +19,13 @@ row, the prefill included.
 import functools
 import random
 import statistics
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+import train
 from bench import common
-from decode import Decoder, Options
+from decode import Decoder, Options, Sequence
 from kv_cache import KVCache
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
@@ -38,31 +34,16 @@ from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.data import Example
 from plumbing.errors import run_main
-from plumbing.packing import collate
-from plumbing.processes import peak_memory
-from train import PADDING, ForwardInput, lay_out, losses
+from plumbing.processes import arithmetic_in
 
 RIVALS = ("prompt lookup", "AR")  # of --transformers
-PER_FORWARD = ("tokens/forward", "positions/forward", "efficiency", "guesses held 1, 2, ... ahead")
+BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 # Positions of a forward, and how many of them need logits, with B = 4: one token; a token and its
 # masks; five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_LOGITS = {1: 1, 5: 5, 9: 5, 25: 10}
 
 
-class Answer(NamedTuple):
-    """What a way to decode gave for a prompt; transformers tells no more than the tokens."""
-
-    tokens: list[int]
-    accepted: list[int] = []  # an entry for each forward: how many tokens it gave
-    widths: list[int] = []  # and how many positions it computed
-    checked: list[int] = []  # and guesses it checked, with --verify
-
-    @property
-    def forward_inputs(self) -> int:
-        return len(self.accepted)
-
-
-Way = Callable[[list[list[int]], int], list[Answer]]  # of prompts and max_new
+Way = Callable[[list[list[int]], int], list[Sequence]]  # of prompts and max_new
 
 # ----------------------------------------------------------------------------------- ways to decode
 
@@ -73,18 +54,12 @@ class Ours:
     def __init__(self, model: Qwen2, rows: int, longest: int, **options):
         self.decoder = Decoder(model, Options(**options), rows, longest)
 
-    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
+    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
         sequences = [self.decoder.add(prompt, max_new=max_new) for prompt in prompts]
         for _ in self.decoder:
             pass
         self.decoder.scheduler.clear_done()  # or the same prompts would cost nothing the next time
-        answers = []
-        for sequence in sequences:
-            checked = []
-            if self.decoder.options.verify:
-                checked = sequence.state.checked
-            answers.append(Answer(sequence.tokens, sequence.accepted, sequence.widths, checked))
-        return answers
+        return sequences
 
 
 class Theirs:
@@ -93,8 +68,9 @@ class Theirs:
     def __init__(self, model: Qwen2):
         import transformers
 
-        self.ends = list(model.config.eos_token_id)
-        config = transformers.Qwen2Config(**config_json(model.config) | {"eos_token_id": self.ends})
+        self.config = model.config
+        ends = list(model.config.eos_token_id)
+        config = transformers.Qwen2Config(**config_json(model.config) | {"eos_token_id": ends})
         with torch.device("meta"):
             self.model = transformers.Qwen2ForCausalLM(config).eval()
         self.model.load_state_dict(model.state_dict(), strict=False, assign=True)
@@ -102,13 +78,13 @@ class Theirs:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         rotary = type(self.model.model.rotary_emb)  # its tensors are in no state_dict
         self.model.model.rotary_emb = rotary(config).to(model.device)
-        self.model.generation_config.eos_token_id = self.ends
+        self.model.generation_config.eos_token_id = ends
         self.model.generation_config.pad_token_id = 0
 
     @torch.inference_mode()
     def __call__(
         self, prompts: list[list[int]], max_new: int, rows: int, **options
-    ) -> list[Answer]:
+    ) -> list[Sequence]:
         """Greedy answers, `rows` prompts at a time, padded on the left."""
         answers = []
         for first in range(0, len(prompts), rows):
@@ -126,17 +102,11 @@ class Theirs:
                 do_sample=False,
                 **options,
             )
-            for tokens in output[:, width:].tolist():
-                answers.append(Answer(through_end(tokens, self.ends)))
+            for prompt, tokens in zip(batch, output[:, width:].tolist()):
+                answer = Sequence(prompt, self.config, max_new, tau=None)
+                answer.take(tokens, width=0)  # up to the end of its turn; the rest is padding
+                answers.append(answer)
         return answers
-
-
-def through_end(tokens: list[int], ends: list[int]) -> list[int]:
-    """The tokens up to the first that ends a turn; transformers pads the shorter answers."""
-    for count, token in enumerate(tokens, 1):
-        if token in ends:
-            return tokens[:count]
-    return tokens
 
 
 def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
@@ -151,6 +121,12 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
     if args.shape:  # random weights: no guess holds
         return ways
     ways[f"tau {args.tau:g}"] = ours(tau=args.tau)
+    if args.block_caches:
+        ways["no cache"] = ours(tau=args.tau)
+        ways["no cache"].decoder.cache.commit = lambda counts: None  # so it computes the whole text
+        for size in BLOCK_CACHES:
+            ways[f"blocks of {size}"] = ours(tau=args.tau, block_cache=size)
+        return ways
     ways["verify"] = ours(verify=True)
     ways["verify, groups 1"] = ours(verify=True, groups=1)
     ways["verify, B 3"] = ours(verify=True, block=3)  # fewer positions
@@ -163,9 +139,7 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
 # --------------------------------------------------------------------------------------- the tables
 
 
-def compare(
-    make_ways: Callable[..., dict[str, Way]], model: Qwen2, chat: Chat, problems: list[dict], args
-) -> None:
+def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
     """Print a table for every --rows; ratios are to the first of the ways, and to RIVALS."""
     longest = max(map(len, common.encode(chat, problems))) + args.max_new
     for rows in args.rows:
@@ -177,57 +151,35 @@ def compare(
         for name, way in ways.items():
             way(prompts[:rows], args.max_new)  # start-up, not timed
             work[name] = functools.partial(way, prompts, args.max_new)
-            work[f"{name}, first token"] = functools.partial(way, prompts, 1)
         answers, seconds = common.in_turn(work, args.rounds, model.device)
 
         base = next(iter(ways))
         rivals = dict.fromkeys([base, *(name for name in RIVALS if name in ways)])
-        speeds = {name: tokens_per_second(answers[name], seconds[name]) for name in ways}
+        speeds = {}  # tokens per second in every round
+        for name in ways:
+            num_tokens = sum(len(answer.tokens) for answer in answers[name])
+            speeds[name] = [num_tokens / taken for taken in seconds[name]]
         lines = []
         for name in ways:
             ratios = [common.ratios(speeds[name], speeds[rival]) for rival in rivals]
-            first_token = statistics.median(seconds[f"{name}, first token"])
+            per_forward = ["", ""]  # transformers does not tell
+            if isinstance(ways[name], Ours):
+                per_forward[0] = f"{common.tokens_per_forward(answers[name]):.2f}"
+                per_forward[1] = f"{common.positions_per_forward(answers[name]):.2f}"
             same = [a.tokens == b.tokens for a, b in zip(answers[name], answers[base])]
             lines.append(
                 [
                     name,
                     f"{statistics.median(speeds[name]):.1f}",
                     *map(common.spread, ratios),
-                    *per_forward(answers[name], statistics.median(ratios[0])),
-                    f"{1000 * first_token / len(prompts):.1f}",
+                    *per_forward,
                     f"{sum(same) / len(same):.1%}",
                     common.accuracy(chat, answers[name], asked),
                 ]
             )
-        head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals), *PER_FORWARD]
-        head += ["first token, ms/prompt", f"text of {base}", "accuracy"]
+        head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
+        head += ["tokens/forward", "positions/forward", f"text of {base}", "accuracy"]
         print(f"\n{common.table(head, lines)}", flush=True)
-
-
-def tokens_per_second(answers: list[Answer], seconds: list[float]) -> list[float]:
-    """In every round."""
-    num_tokens = sum(len(answer.tokens) for answer in answers)
-    return [num_tokens / taken for taken in seconds]
-
-
-def per_forward(answers: list[Answer], ratio: float) -> list[str]:
-    """What PER_FORWARD names; empty for answers of others."""
-    if not answers[0].accepted:
-        return [""] * len(PER_FORWARD)
-    tokens = common.tokens_per_forward(answers)
-    positions = common.positions_per_forward([answer.widths for answer in answers])
-    return [f"{tokens:.2f}", f"{positions:.2f}", f"{ratio / tokens:.2f}", held_ahead(answers)]
-
-
-def held_ahead(answers: list[Answer]) -> str:
-    """Of the guesses that were checked 1, 2, ... places ahead, the share that held."""
-    checked = Counter()
-    held = Counter()
-    for answer in answers:
-        for num_checked, num_accepted in zip(answer.checked, answer.accepted):
-            checked.update(range(1, num_checked + 1))
-            held.update(range(1, num_accepted))
-    return " ".join(f"{held[ahead] / checked[ahead]:.2f}" for ahead in sorted(checked))
 
 
 def widths(model: Qwen2, args) -> None:
@@ -258,71 +210,43 @@ def widths(model: Qwen2, args) -> None:
 
 def training(model: Qwen2, args) -> None:
     """Print what a step costs, for every --rows: so many examples, random, half of each prompt."""
-    device = model.device
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16)
+    settings = train.parse_arguments(["--data", "none"])  # train.py's defaults
+    autocast = arithmetic_in(model.dtype, model.device)
     model.float().requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step(batch: ForwardInput) -> float:
-        """The peak of memory in GiB."""
-        forget_peak(device)
-        with autocast:
-            noisy, clean = losses(model, batch)
-        (noisy + clean).backward()
+    def step(forwards: list[train.ForwardInput], block: int | None) -> None:
+        model.config.block = block
+        train.add_gradients(model, forwards, settings, autocast)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return peak_memory(device)
 
+    blocks = {"SFT": None, "MARS": model.config.block or settings.block}
     rows = []
     for num_examples in args.rows:
+        examples = random_examples(num_examples, args.max_new, model.config.mask_token_id)
         steps = {}
-        for name, block in (("SFT", None), ("MARS", model.config.block or 4)):
-            batch = random_batch(num_examples, block, model.config.mask_token_id, args.max_new)
-            steps[name] = functools.partial(step, batch.to(device))
+        for name, block in blocks.items():
+            model.config.block = block
+            forwards = train.forward_inputs(examples, model.config, settings)
+            steps[name] = functools.partial(step, forwards, block)
             steps[name]()  # start-up, not timed
-        peaks, seconds = common.in_turn(steps, args.rounds, device)
+        _, seconds = common.in_turn(steps, args.rounds, model.device)
         for name in steps:
             typical = statistics.median(seconds[name])
             ratios = common.ratios(seconds[name], seconds["SFT"])
-            cells = [f"{name}, {num_examples}", f"{typical:.3f}", common.spread(ratios)]
-            rows.append([*cells, f"{peaks[name]:.2f}", f"{peaks[name] / peaks['SFT']:.2f}"])
-    head = ["step of so many examples", "s/step", "x SFT (range)", "peak memory, GiB", "x SFT"]
-    print(f"\n{common.table(head, rows)}")
+            rows.append([f"{name}, {num_examples}", f"{typical:.3f}", common.spread(ratios)])
+    print(f"\n{common.table(['step of so many examples', 's/step', 'x SFT (range)'], rows)}")
 
 
-def random_batch(num_examples: int, block: int | None, mask_id: int, max_new: int) -> ForwardInput:
-    """A prompt and a response of max_new tokens in each row; without masks if block is None."""
+def random_examples(count: int, length: int, num_tokens: int) -> list[Example]:
+    """A prompt and a response of `length` tokens each, out of the first num_tokens there are."""
     rng = random.Random(0)
-    streams = []
-    for _ in range(num_examples):
-        tokens = [rng.randrange(mask_id) for _ in range(2 * max_new)]
-        example = Example(tokens, prompt=max_new)
-        streams.append(lay_out(example, block, mask_id, weight=1 / (max_new * num_examples)))
-    rows = [[stream] for stream in streams]
-    return ForwardInput(*collate(rows, len(streams[0].tokens), PADDING))
-
-
-def forget_peak(device: torch.device) -> None:
-    """Let `peak_memory` begin anew; on a CPU, this needs Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+    texts = [[rng.randrange(num_tokens) for _ in range(2 * length)] for _ in range(count)]
+    return [Example(text, prompt=length) for text in texts]
 
 
 # --------------------------------------------------------------------------------- the command line
-
-
-def add_settings(parser: Parser) -> None:
-    """Add what `compare` asks for."""
-    add = parser.add_argument
-    add("--tau", type=number(float, 0), default=0.95, help="of MARS")
-    add("--compile", action="store_true", help="torch.compile ours")
-    add("--rounds", type=number(int, 1), default=5, help="how often all settings run in turn")
-    add("--shape", choices=common.SHAPES, help="random weights in this shape")
-    common.add_problems(parser, limit=100)
-    common.add_rows(parser, default=[1, 4, 8, 16])
 
 
 def parse_arguments():
@@ -330,14 +254,21 @@ def parse_arguments():
     add = parser.add_argument
     add("--lossless", action="store_true", help="AR, tau, and --verify in several ways")
     add("--transformers", action="store_true", help="the same, next to transformers' generate")
+    add("--block-caches", action="store_true", help="AR and tau, and the paper's cache")
     add("--widths", action="store_true", help="what a forward of more positions costs")
     add("--training", action="store_true", help="a step of --rows examples, next to SFT")
-    add_settings(parser)
+    add("--tau", type=number(float, 0), default=0.95, help="of MARS")
+    add("--compile", action="store_true", help="torch.compile ours")
+    add("--rounds", type=number(int, 1), default=5, help="how often all settings run in turn")
+    add("--shape", choices=common.SHAPES, help="random weights in this shape")
+    common.add_problems(parser, limit=100)
+    common.add_rows(parser, default=[1, 4, 8, 16])
     args = parser.parse_args()
-    if not (args.lossless or args.transformers or args.widths or args.training):
-        parser.error("choose --lossless, --transformers, --widths or --training")
-    if args.shape and args.lossless:
-        parser.error("--shape has random weights: --lossless needs a trained model")
+    args.decoding = args.lossless or args.transformers or args.block_caches
+    if not (args.decoding or args.widths or args.training):
+        parser.error("choose --lossless, --transformers, --block-caches, --widths or --training")
+    if args.shape and (args.lossless or args.block_caches):
+        parser.error("--shape has random weights: only --transformers, --widths and --training")
     if args.transformers:
         common.require("transformers")
     return args
@@ -352,8 +283,8 @@ def main() -> None:
         model = common.random_model(args.shape, device, dtype)
     print(f"{args.shape or args.model}, {len(problems)} problems, {args.rounds} rounds")
     print(common.machine(model))
-    if args.lossless or args.transformers:
-        compare(make_ways, model, chat, problems, args)
+    if args.decoding:
+        compare(model, chat, problems, args)
     if args.widths:
         widths(model, args)
     if args.training:  # last: it changes the weights

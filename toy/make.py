@@ -1,6 +1,6 @@
-"""The laptop-scale world: word problems with worked answers, their tokenizer and model config.
+"""The laptop-scale world: word problems with worked answers, and their tokenizer.
 
-    python toy/make.py                                          # train.jsonl, test.jsonl, base/
+    python toy/make.py                           # train.jsonl, test.jsonl, base/tokenizer.json
     python toy/make.py --rows 96000 --out toy/train-96k.jsonl   # what toy/mars learnt from
 
 A problem has one or two operations out of +, - and *. Every kind of sentence has several phrasings,
@@ -9,10 +9,9 @@ threshold decoding is about. Everything follows from fixed seeds; no training pr
 """
 
 import argparse
-import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,7 +20,6 @@ HERE = Path(__file__).parent
 TEST_ROWS = 500
 TRAIN_ROWS = 4000
 HARD_TEST_ROWS = 1000  # of experiments.paper
-MOST_ROWS = 10**6  # far more, and there would be no new problems left
 VOCABULARY = 1024  # at most; the text yields fewer
 
 GIRLS = "Ada Mia Zoe Lena Nora Ruth Iris Emma Lily Anna Rosa Vera".split()
@@ -207,43 +205,28 @@ def hard_problem(rng: random.Random) -> dict:
     return story.row()
 
 
-World = Callable[[random.Random], dict]
+def split(world: Callable, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[list, list]:
+    """Training and test rows of a world (`problem` or `hard_problem`); no prompt comes twice."""
+    seen = set()
 
+    def draw(seed: int, count: int) -> list[dict]:
+        rng = random.Random(seed)
+        rows = []
+        while len(rows) < count:
+            row = world(rng)
+            if row["prompt"] not in seen:
+                seen.add(row["prompt"])
+                rows.append(row)
+        return rows
 
-def problems(world: World, seed: int, avoid: set[str]) -> Iterator[dict]:
-    """Rows without end; none has a prompt out of `avoid`, and none comes twice."""
-    rng = random.Random(seed)
-    seen = set(avoid)
-    while True:
-        row = world(rng)
-        if row["prompt"] not in seen:
-            seen.add(row["prompt"])
-            yield row
-
-
-def split(world: World, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[list, list]:
-    """Training and test rows; no prompt is in both."""
-    generator = problems(world, 1, set())
-    test = [next(generator) for _ in range(test_rows)]
-    generator = problems(world, 2, {row["prompt"] for row in test})
-    return [next(generator) for _ in range(train_rows)], test
+    test = draw(1, test_rows)
+    return draw(2, train_rows), test
 
 
 def write(path: Path, rows: list[dict]) -> None:
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    write_text(path, "".join(lines))
+    path.write_text("".join(lines), encoding="utf-8")
     print(f"{path}: {len(rows)} rows")
-
-
-def write_text(path: Path, text: str) -> None:
-    """All of it or nothing: on a full disk the old file stays."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def train_tokenizer(rows: list[dict]) -> Tokenizer:
@@ -270,66 +253,29 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
     return tokenizer
 
 
-def write_base(tokenizer: Tokenizer) -> None:
-    """toy/base: all of a checkpoint but its weights; `train.py --from-scratch` adds these."""
-    base = HERE / "base"
-    base.mkdir(exist_ok=True)
-    end = tokenizer.token_to_id("<|im_end|>")
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,  # padded, as most checkpoints are
-        "hidden_size": 160,
-        "intermediate_size": 448,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.05,
-        "eos_token_id": [end, tokenizer.token_to_id("<|endoftext|>")],
-    }
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    write_text(base / "config.json", json.dumps(config, indent=2) + "\n")
-    write_text(base / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
-    write_text(base / "tokenizer.json", tokenizer.to_str(pretty=True))
-    print(f"{base}: {tokenizer.get_vocab_size()} tokens")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], usage=argparse.SUPPRESS
-    )
-    parser.add_argument("--rows", type=int, help="write only a training file, of this many rows")
-    parser.add_argument("--out", type=Path, default=HERE / "train.jsonl", help="its name")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="write only a training file, under this new name")
+    parser.add_argument("--rows", type=int, help=f"how many it has (default: {TRAIN_ROWS})")
     parser.add_argument("--hard", action="store_true", help="the world of experiments.paper")
     args = parser.parse_args()
+    if args.rows is not None and args.rows < 1:
+        parser.error(f"--rows: must be at least 1, not {args.rows}")
+    if args.out is None and (args.rows or args.hard):
+        parser.error("--rows and --hard need an --out")
+    if args.out is None:
+        train, test = split(problem, TRAIN_ROWS)
+        write(HERE / "train.jsonl", train)
+        write(HERE / "test.jsonl", test)
+        train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
+        return
+    if args.out.exists():
+        parser.error(f"--out {args.out}: is there already; choose another name")
+    world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
     try:
-        make(args, parser)
+        write(args.out, split(world, args.rows or TRAIN_ROWS, test_rows)[0])
     except OSError as error:
         parser.error(f"--out {args.out}: cannot be written ({error.strerror})")
-
-
-def make(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    is_default = args.out == parser.get_default("out")
-    if args.rows is not None and not 1 <= args.rows <= MOST_ROWS:
-        limit = "at least 1" if args.rows < 1 else f"at most {MOST_ROWS}"
-        parser.error(f"--rows: must be {limit}, not {args.rows}")
-    if args.out.exists() and not is_default:
-        parser.error(f"--out {args.out}: is there already; choose another name")
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no directory {args.out.parent}")
-    if is_default and (args.rows or args.hard):
-        parser.error("--rows and --hard need an --out of another name")
-    if not is_default and not (args.rows or args.hard):
-        parser.error("--out needs --rows or --hard")
-
-    world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
-    train, test = split(world, args.rows or TRAIN_ROWS, test_rows)
-    write(args.out, train)
-    if is_default:
-        write(HERE / "test.jsonl", test)
-        write_base(train_tokenizer(train))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench.common import ROOT, are_right, encode, require
+from bench.common import ROOT, are_right, encode
 from bench.quality import predict
 from decode import generate
 from experiments.paper import report
@@ -35,7 +35,7 @@ from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.data import encode as encode_row
 from plumbing.errors import UserError, run_main
-from plumbing.files import atomic_write
+from plumbing.files import atomic_write, write_json
 from toy.make import HARD_TEST_ROWS, hard_problem, split, write
 
 START = ROOT / "toy/hard"  # the model that all start from
@@ -43,10 +43,8 @@ WORK = ROOT / "experiments/work/full"
 RESULTS = ROOT / "experiments/results"
 ROWS = 64  # problems decoded at a time
 NUM_JACOBI_GUESSES = 16
-CLIP = 1.0  # train.py's default limit of the gradient's norm
 FAST = "--lr 1e-3"
 SLOW = "--lr 5e-4"
-BASELINE = "-m experiments.paper.baselines"
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,9 @@ ARMS = {
     "mars-16": Arm(f"train.py --block 16 {FAST}", 16, (ONE, *PAPER, "verify")),
     "no-clean-4": Arm(f"train.py --block 4 --ar-weight 0 {FAST}"),
     "no-clean-16": Arm(f"train.py --block 16 --ar-weight 0 {FAST}", 16),
-    "over-t-4": Arm(f"{BASELINE} over-t --block 4 --ar-weight 0 {FAST}"),
-    "diffusion": Arm(f"{BASELINE} diffusion --block 4 {FAST}", ways=("diffusion",)),
+    "diffusion": Arm(
+        f"-m experiments.paper.baselines diffusion --block 4 {FAST}", ways=("diffusion",)
+    ),
     "fixed": Arm(f"train.py --block 4 --block-phase fixed {FAST}", ways=(ONE, *OURS, "verify")),
 }
 
@@ -162,12 +161,10 @@ class Piece:
         record = dict(self.made_of)
         if self.arm.command:
             self.train()
-            record["trained"] = {"clipped": share_clipped(self.model / "log.jsonl")}
         record |= measure(self.model, self.arm, self.plan)
         machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
         record["made"] = f"{datetime.date.today()}, {machine}, torch {torch.__version__}"
-        text = json.dumps(record, indent=1) + "\n"  # an entry per line: a diff shows what changed
-        atomic_write(self.record, lambda path: path.write_text(text, encoding="utf-8"))
+        atomic_write(self.record, lambda path: write_json(path, record))
 
     def train(self) -> None:
         """Run the command, which resumes an interrupted training, and ends at once after one."""
@@ -190,13 +187,6 @@ def make_data(plan: Plan) -> None:
     rows, _ = split(hard_problem, plan.train_rows, plan.num_problems)
     plan.work.mkdir(parents=True, exist_ok=True)
     write(plan.work / "train.jsonl", rows)
-
-
-def share_clipped(log: Path) -> float:
-    """The share of steps with a gradient norm above CLIP."""
-    lines = log.read_text(encoding="utf-8").splitlines()
-    clipped = [json.loads(line)["grad_norm"] > CLIP for line in lines]
-    return sum(clipped) / len(clipped)
 
 
 def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
@@ -244,7 +234,6 @@ def main() -> None:
     help = "pieces at a time, one thread each"
     parser.add_argument("--jobs", type=number(int, 1), default=2, help=help)
     args = parser.parse_args()
-    require("matplotlib")
     plan = Plan()
     pieces = plan.pieces()
     missing = [piece for piece in pieces if not piece.is_complete()]

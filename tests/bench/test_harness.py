@@ -12,9 +12,6 @@ from bench.lm_harness import Mars, stop_at
 from decode import Options, generate
 from plumbing.errors import UserError
 
-DATA = ROOT / "bench/data"
-TASKS = ("gsm8k_cot", "bbh_cot_fewshot_boolean_expressions", "bbh_cot_fewshot_object_counting")
-
 
 @pytest.fixture
 def lm():
@@ -22,33 +19,36 @@ def lm():
 
 
 class Request:
-    task_name = "some"
-
     def __init__(self, context: str, **settings):
         self.args = (context, settings)
 
 
-def test_all_tasks_end_to_end(tmp_path, monkeypatch, capsys):
-    """GSM8K, two tasks of BBH and our own: batched, from files, and with decode.py's own texts."""
-    words = ["--tasks", "gsm8k_cot", "bbh", "toy", "--data", DATA, "--limit", 3, "--max-new", 24]
-    words += ["--tau", 0.6, "--rows", 4, "--samples", tmp_path / "samples.jsonl", "--device", "cpu"]
+def test_bundled_tasks_end_to_end(monkeypatch, capsys):
+    """GSM8K and our own: batched, and with decode.py's own texts."""
+    said = []
+    generate_until = Mars.generate_until
+
+    def listen(lm, requests):
+        texts = generate_until(lm, requests)
+        said.extend((request.args[0], text) for request, text in zip(requests, texts))
+        return texts
+
+    monkeypatch.setattr(Mars, "generate_until", listen)
+    words = ["--tasks", "gsm8k", "toy", "--limit", 3, "--max-new", 24, "--tau", 0.6]
+    words += ["--rows", 4, "--device", "cpu"]
     monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words)])
     lm_harness.main()
     out = capsys.readouterr().out
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| tau")]
-    assert len(rows) == 1 and len(rows[0]) == 5
-    assert float(rows[0][3].split(",")[1]) > 2, "the toy model's own problems: several a forward"
-    samples = [json.loads(line) for line in open(tmp_path / "samples.jsonl")]
-    assert [s["task"] for s in samples] == [t for t in (*TASKS, "toy") for _ in range(3)]
+    assert len(rows) == 1 and len(rows[0]) == 4
+    assert float(rows[0][2].split(",")[1]) > 2, "the toy model's own problems: several a forward"
     lm = Mars(str(ROOT / "toy/mars"), Options(), device="cpu")
-    room = lm.model.config.max_position_embeddings - 24
-    for sample in samples:
-        ids = lm.chat.encode(sample["prompt"])[-room:]
-        [answer] = generate(lm.model, [ids], tau=0.6, max_new=24)
-        assert lm.chat.decode(answer.tokens).startswith(sample["answer"])
+    assert len(said) == 6
+    for prompt, text in said:
+        [answer] = generate(lm.model, [lm.chat.encode(prompt)], tau=0.6, max_new=24)
+        assert lm.chat.decode(answer.tokens).startswith(text)
     row = json.loads((ROOT / "toy/test.jsonl").read_text().splitlines()[2])
-    turns = [{"role": "user", "content": row["prompt"]}]
-    assert samples[-1]["prompt"] == lm.chat.prompt(turns)
+    assert said[-1][0] == lm.chat.prompt([{"role": "user", "content": row["prompt"]}])
 
 
 def test_stop_strings_cut_text_and_tokens_alike(lm):
@@ -70,7 +70,7 @@ def test_stop_strings_cut_text_and_tokens_alike(lm):
 def test_answers_so_long_that_no_prompt_fits(lm):
     """They are refused, with the numbers."""
     lm.options = Options(max_new=5000)
-    with pytest.raises(UserError, match="--max-new 5000: leaves no room for a prompt"):
+    with pytest.raises(UserError, match="up to 5000 new ones exceed the model's 2048 positions"):
         lm.generate_until([Request("What is 2 + 2?")])
 
 
@@ -88,16 +88,7 @@ def test_a_turn_that_the_task_begins(lm):
     assert text == lm.chat.prompt(turns[:1]) + "It is"
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (("--tasks", "ifeval", "--data", DATA), "has only gsm8k_cot, bbh and toy, not ifeval"),
-        (("--tasks", "bbh", "--data", ROOT / "toy"), "toy/bbh: no .json there"),
-        (("--tasks", "gsm8k_cot", "--data", ROOT), "gsm8k/test.jsonl: no such file"),
-        (("--tasks", "humaneval_instruct"), "allow it with --run-code"),
-    ],
-)
-def test_bad_options(words, message, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words)])
-    with pytest.raises(UserError, match=message):
+def test_humaneval_must_be_allowed_to_run_code(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lm_harness", "--tasks", "humaneval_instruct"])
+    with pytest.raises(UserError, match="allow it with --run-code"):
         lm_harness.main()

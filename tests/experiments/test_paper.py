@@ -46,7 +46,6 @@ def test_a_piece_is_trained_and_decoded(plan):
     mine, papers = decoded["ours 0.5"], decoded["paper 0.5"]
     assert mine["tokens"] / mine["forwards"] > papers["tokens"] / papers["forwards"]
     assert len(decoded[ONE]["right"]) == len(record["nats"].split()) == 3
-    assert 0 <= record["trained"]["clipped"] <= 1
 
 
 def test_a_baseline_is_trained_and_decoded(plan):
@@ -59,7 +58,7 @@ def test_a_baseline_is_trained_and_decoded(plan):
 
 def test_a_record_of_another_plan_is_refused(plan, monkeypatch):
     """Or a report would mix old results with new ones."""
-    write_record(plan, Piece(plan, 0, "ar"), lambda name, tau: 0.5)
+    write_record(plan, Piece(plan, 0, "ar"))
     assert Piece(plan, 0, "ar").is_complete()
     others = {"options": "--steps 3 --batch 4"}, {"num_problems": 4}, {"train_rows": 41}
     for other, what in zip(others, ("command", "problems", "train_rows")):
@@ -86,14 +85,13 @@ def test_a_failed_training_says_where_to_look(plan):
 
 def test_from_nothing_to_a_report(plan, monkeypatch):
     """What was made is not made again."""
-    pytest.importorskip("matplotlib", reason="pip install -r bench/requirements.txt")
     monkeypatch.setitem(paper.ARMS, "mars-4", MARS_4)
     made = []
 
     def complete_all(pieces, jobs):
         for piece in pieces:
             made.append(piece.name)
-            write_record(plan, piece, lambda name, tau: 0.5)
+            write_record(plan, piece)
 
     monkeypatch.setattr(paper, "Plan", lambda: plan)
     monkeypatch.setattr(paper, "complete_all", complete_all)
@@ -102,80 +100,34 @@ def test_from_nothing_to_a_report(plan, monkeypatch):
     paper.main()
     assert made == [piece.name for piece in plan.pieces()]
     text = (plan.out / "paper.md").read_text()
-    assert "23 models" in text and "{" not in text
-    assert (plan.out / "pareto.png").stat().st_size > 10_000
+    assert "22 models" in text and "{" not in text
 
 
 def test_the_committed_records_are_complete_and_draw_the_committed_report(tmp_path):
-    """Except for the intervals: another version of NumPy may draw other bootstrap samples."""
+    """Except for the intervals: another version of NumPy may draw other bootstrap samples. It says
+    that --verify is right where tau 1 is."""
     pieces = Plan().pieces()
     assert all(piece.is_complete() for piece in pieces)
-    pytest.importorskip("matplotlib", reason="pip install -r bench/requirements.txt")
     report.write_report([piece.record for piece in pieces], tmp_path)
     made, committed = (
         re.sub(r"\(\S+ to \S+\)", "", (folder / "paper.md").read_text()).replace("-", "").split()
         for folder in (tmp_path, RESULTS)
     )
     assert made == committed
+    results = report.Results([piece.record for piece in pieces])
+    one, verified = results.right(("mars-4", ONE)), results.right(("mars-4", "verify"))
+    assert all(np.array_equal(verified[seed], one[seed]) for seed in range(3))
 
 
-def write_record(plan, piece, right):
-    """As if the piece had been computed; `right` gives the share of right answers."""
-    name = piece.name[:-2]
-    problems = np.random.default_rng(0).random(plan.num_problems)  # the same in all records
+def write_record(plan, piece):
+    """As if the piece had been computed."""
     decoded = {}
-    for way, options in piece.made_of["ways"].items():
-        tau = options.get("tau", 1)
-        bits = problems < right(name, tau)
-        decoded[way] = {
-            "right": "".join(map(str, bits.astype(int))),
-            "tokens": round(1000 * (1 + 8 * (1 - tau))),
-            "forwards": 1000,
-        }
-    nats = f"{9 - 8 * right(name, 1)} " * plan.num_problems
-    record = piece.made_of | {"decoded": decoded, "nats": nats, "tokens": 90 * plan.num_problems}
+    for way in piece.made_of["ways"]:
+        decoded[way] = {"right": "01" * plan.num_problems, "tokens": 2000, "forwards": 1000}
+    nats = "0.5 " * plan.num_problems
+    record = piece.made_of | {"decoded": decoded, "nats": nats, "tokens": 90, "made": "now"}
     piece.record.parent.mkdir(parents=True, exist_ok=True)
-    piece.record.write_text(json.dumps(record | {"trained": {"clipped": 0.5}, "made": "now"}))
-
-
-def verdicts(out, section, right) -> list[str]:
-    """The last column of what a section says, with records as if every piece had been computed."""
-    plan = Plan(num_problems=200, out=out)
-    for piece in plan.pieces():
-        write_record(plan, piece, right)
-    results = report.Results([piece.record for piece in plan.pieces()])
-    words = ("holds", "does not hold", "cannot be told")
-    last = [line.strip("| ").split("|")[-1].strip() for line in section(results).splitlines()]
-    return [word for word in last if word in words]
-
-
-def test_verdicts_follow_the_data(tmp_path):
-    """The same table says that a part of a claim holds, or does not, as the numbers have it."""
-
-    def found(section, right):
-        return verdicts(tmp_path, section, right)
-
-    yes, no = "holds", "does not hold"
-    worse = {"diffusion": 0.4, "no-clean-4": 0.6, "no-clean-16": 0.3}
-    lifted = {"mars-4": 0.5, "diffusion": 0.1}
-    one_token = report.one_token_verdicts
-    good = found(one_token, lambda name, tau: worse.get(name, 0.7))
-    # For both rates: converged, as good as AR SFT, as more AR. Then diffusion, what changes MARS,
-    # and four times the nats.
-    assert good == [yes] * 7 + ["cannot be told"] * 4 + [yes] * 4
-    bad = found(one_token, lambda name, tau: 0.3 if name.startswith("mars") else 0.7)
-    assert bad == [yes, no, no, yes, no, no, no] + ["cannot be told"] * 4 + [no] * 4
-    better = found(one_token, lambda name, tau: lifted.get(name, 0.7))
-    assert better[6:11] == [yes] * 5
-    unfinished = found(one_token, lambda name, tau: 0.8 if name.startswith("ar") else 0.7)
-    assert unfinished[:4] == [no, yes, no, no]
-    assert found(report.clean_loss, lambda name, tau: worse.get(name, 0.7)) == [yes] * 3
-    assert found(report.clean_loss, lambda name, tau: 0.5) == ["cannot be told"] * 3
-    assert found(report.tau_buys, lambda name, tau: 0.7 if tau > 0.9 else 0.7 * tau) == [yes] * 12
-    slower = found(report.tau_buys, lambda name, tau: 0.9 - 0.5 * tau)
-    assert slower == [yes, yes, yes, no] * 3  # a lower tau gives better answers
-    assert found(report.training_free, lambda name, tau: 0.5) == [yes, yes]
-    assert found(report.ours, lambda name, tau: 0.5) == [yes]
+    piece.record.write_text(json.dumps(record))
 
 
 def test_a_difference_is_from_the_mean_over_the_seeds_of_the_base():
@@ -185,7 +137,6 @@ def test_a_difference_is_from_the_mean_over_the_seeds_of_the_base():
         0: [1.0, -0.5],
         1: [1.0, 0.5],
     }
-    assert report.mean(report.minus(mine, base)) == -report.mean(report.minus(base, mine)) == 0.5
 
 
 def test_intervals():
@@ -204,8 +155,6 @@ def test_intervals():
         _, low, high = report.estimate(by_seed)
         inside += low < 0.6 < high
     assert 0.92 <= inside / 400 <= 0.98
-    bounds = {0.8: "does not hold", 0.6: "holds", mean: "cannot be told"}
-    assert {bound: report.verdict(one, bound) for bound in bounds} == bounds
 
 
 def test_each_seed_is_shown_next_to_the_mean():
