@@ -85,7 +85,7 @@ def test_from_nothing_to_a_report(plan, monkeypatch):
 
 
 def test_the_committed_records_are_complete_and_draw_the_committed_report(tmp_path):
-    """Except for the intervals: another NumPy may draw other samples. --verify is as right as AR."""
+    """Except for the intervals, whose samples NumPy draws. And --verify is as right as AR."""
     pieces = Plan().pieces()
     assert all(piece.is_complete() for piece in pieces)
     report.write_report([piece.record for piece in pieces], tmp_path)
