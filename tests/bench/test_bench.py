@@ -9,6 +9,7 @@ import transformers
 from commands import command, is_refused, number, tables
 from common import ROOT
 
+import train
 from bench import common, quality
 from decode import Options, generate
 from model import load
@@ -61,9 +62,7 @@ def test_problems_as_their_authors_publish_them():
     "rows, message",
     [
         ([{"answer": "1"}], "row 1 lacks a prompt"),
-        ([{"prompt": 1, "answer": "1"}], "row 1 lacks a prompt"),
         ([{"prompt": "a", "answer": "many"}], "row 1: the answer is not a number: many"),
-        ([{"prompt": "a", "answer": None}], "row 1: the answer is not a number: None"),
         ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: either all rows must have an"),
     ],
 )
@@ -129,8 +128,6 @@ def test_tokens_per_forward_of_answers_without_repetition(monkeypatch):
     assert found["tokens/forward"] == "5.18"  # 57 / 11
     assert found["repeat themselves"] == "33.3%"
     assert found["without"] == "2.43"  # 17 / 7
-    loops = quality.figures(None, answers[:1], "", gaps=[])
-    assert loops[quality.COLUMNS.index("without")] == ""
 
 
 def test_nats_are_the_cross_entropy_of_transformers():
@@ -165,12 +162,6 @@ def test_how_well_given_responses_are_predicted(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": ""}')
     done = command("bench.quality", "--data", tmp_path / "data.jsonl")
     assert is_refused(done, "a response in --data: an empty response")
-
-
-def test_one_token_decoding_in_blocks_is_measured_as_such():
-    _, out, _ = command("bench.quality", *TOY, "--limit", 3, "--tau", 1, "--block-cache", 8)
-    one = cells(tables(out)[0], "tau 1")
-    assert one["tokens/forward"] == "1.00" and float(one["positions/forward"]) > 1
 
 
 def test_verified_answers_are_those_of_tau_1():
@@ -264,11 +255,8 @@ def test_next_to_transformers(monkeypatch):
     assert status == 0, err
     alone, batch = tables(out)
     assert alone.keys() - batch.keys() == {"prompt lookup", "verify, no lookup"}
-    assert len(batch) == 6
-    assert number(batch["verify, B 3"][4]) < number(batch["verify"][4])  # positions
     assert alone["prompt lookup"][2] == alone["AR"][3] == "1.00 (1.00 to 1.00)"
     for cells in [*alone.values(), *batch.values()]:
-        assert number(cells[0]) > 0
         assert cells[-2] == "100.0%", "the text of transformers"
     monkeypatch.setitem(common.SHAPES, "0.5B", (64, 128, 2, 4, 2, 640, True))
     status, out, err = command("bench.speed", *TOY, "--transformers", "--shape", "0.5B", *words)
@@ -286,10 +274,19 @@ def test_the_table_of_widths():
     assert table["1"][1] == "1.00 (1.00 to 1.00)" and number(table["25"][0]) > 0
 
 
-def test_the_table_of_training_steps():
+def test_the_table_of_training_steps(monkeypatch):
+    """SFT computes the clean stream, MARS a mask for each target but the first, too."""
+    seen = set()
+    add_gradients = train.add_gradients
+
+    def listen(model, forwards, *settings):
+        num_positions = sum((forward.doc >= 0).sum().item() for forward in forwards)  # no padding
+        seen.add((model.config.block, num_positions))
+        return add_gradients(model, forwards, *settings)
+
+    monkeypatch.setattr(train, "add_gradients", listen)
     words = ("--training", "--rounds", 1, "--rows", 2, 3, "--max-new", 32, "--device", "cpu")
     status, out, _ = command("bench.speed", *TOY, *words)
     [table] = tables(out)
     assert status == 0 and list(table) == ["SFT, 2", "MARS, 2", "SFT, 3", "MARS, 3"]
-    assert table["SFT, 2"][1] == "1.00 (1.00 to 1.00)"
-    assert all(number(seconds) > 0 for seconds, _ in table.values())
+    assert seen == {(None, 2 * 63), (4, 2 * 94), (None, 3 * 63), (4, 3 * 94)}

@@ -40,12 +40,6 @@ def window_logits(model, text: list[int], prompt: int, window: list[int]) -> tor
     return model.logits(hidden[0, len(text) :])
 
 
-def random_example(rng: random.Random) -> Example:
-    prompt = random_prompt(rng, rng.randint(1, 12))
-    response = random_prompt(rng, rng.randint(1, 9))
-    return Example([*prompt, *response, EOS], len(prompt))
-
-
 @torch.inference_mode()
 def test_diffusion_trains_what_it_decodes():
     """Every block's loss is that of a window after its text alone, with weight 1/t at its masks."""
@@ -53,7 +47,9 @@ def test_diffusion_trains_what_it_decodes():
         rng = random.Random(seed)
         model = tiny_model(rng)
         block = model.config.block = rng.randint(1, 6)
-        example = random_example(rng)
+        prompt = random_prompt(rng, rng.randint(1, 12))
+        response = random_prompt(rng, rng.randint(1, 9))
+        example = Example([*prompt, *response, EOS], len(prompt))
         tokens = example.tokens + [EOS] * (-example.targets % block)
         t, masked = noise(example, len(tokens))
         expected = 0.0
