@@ -62,7 +62,7 @@ class Checkpoints:
         """Load the newest checkpoint, in place."""
         path = self.paths()[-1]
         with together(), failure_as(f"{path}: damaged; delete it to resume from the one before"):
-            dcp.FileSystemReader(path).read_metadata()  # of a damaged file `load` prints more
+            dcp.FileSystemReader(path).read_metadata()  # where `load` prints a traceback
             found = tensors_of(model, optimizer)
             dcp.load(found, checkpoint_id=path)
             _, states = state_dict.get_state_dict(model, optimizer)
