@@ -41,8 +41,7 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
         path = self.directory / f"step-{progress['step']:08d}"
         temporary = path.with_suffix(".tmp")
-        what = "not saved (is the disk full?); those before it are intact"
-        with together(), failure_as(f"{path}: {what}"):
+        with together(), failure_as(f"{path}: not saved (is the disk full?); others are intact"):
             try:
                 dcp.save(tensors_of(model, optimizer), checkpoint_id=temporary)
                 if leads():
