@@ -89,7 +89,7 @@ def template_option(text: str) -> tuple[str, object]:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value
 
 

@@ -41,8 +41,7 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
         path = self.directory / f"step-{progress['step']:08d}"
         temporary = path.with_suffix(".tmp")
-        what = "not saved (is the disk full?); those before it are intact"
-        with together(), failure_as(f"{path}: {what}"):
+        with together(), failure_as(f"{path}: not saved (is the disk full?); others are intact"):
             try:
                 dcp.save(tensors_of(model, optimizer), checkpoint_id=temporary)
                 if leads():
@@ -62,7 +61,7 @@ class Checkpoints:
         """Load the newest checkpoint, in place."""
         path = self.paths()[-1]
         with together(), failure_as(f"{path}: damaged; delete it to resume from the one before"):
-            dcp.FileSystemReader(path).read_metadata()  # of a damaged file `load` prints more
+            dcp.FileSystemReader(path).read_metadata()  # where `load` prints a traceback
             found = tensors_of(model, optimizer)
             dcp.load(found, checkpoint_id=path)
             _, states = state_dict.get_state_dict(model, optimizer)

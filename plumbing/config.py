@@ -32,13 +32,12 @@ def read_config(directory: Path, kind: type) -> object:
 def parse_config(raw: dict, kind: type) -> dict:
     """The fields of `kind` from the JSON object `raw`; ValueError for unsupported values."""
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
     require("model_type", raw.get("model_type"), *MODEL_TYPES)
     if raw["model_type"] in ("llama", "qwen3"):
         require("attention_bias", raw.get("attention_bias") or False, False)
         require("mlp_bias", raw.get("mlp_bias") or False, False)
     require("hidden_act", raw.get("hidden_act", "silu"), "silu")
-    require("rope_type", rope_type, "default")
+    require("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
     require("sliding-window attention", raw.get("use_sliding_window") or False, False)
 
     raw = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
@@ -48,8 +47,7 @@ def parse_config(raw: dict, kind: type) -> dict:
     if not isinstance(eos, list):
         eos = [eos]
     raw["eos_token_id"] = tuple(eos)
-    names = [field.name for field in fields(kind)]
-    return {name: raw[name] for name in names if raw.get(name) is not None}
+    return {f.name: raw[f.name] for f in fields(kind) if raw.get(f.name) is not None}
 
 
 def require(name: str, value: object, *supported: object) -> None:

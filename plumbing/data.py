@@ -80,7 +80,7 @@ def usable_messages(row: dict) -> list[dict]:
         if message.get("function_calls") or message.get("tool_calls"):
             raise Unusable("a tool call")  # the content lacks it
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise Unusable("a role or content that is not text")
+            raise Unusable("content that is not text, or no role")
     return messages
 
 

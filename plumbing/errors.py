@@ -29,7 +29,9 @@ def failure_as(message: str) -> Iterator[None]:
 
 def run_main(main: Callable[[], None], out_of_memory="use smaller batches or fewer rows") -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
+        setattr(sys, name, stream)
         if hasattr(stream, "reconfigure"):  # its encoding may lack a character
             stream.reconfigure(errors="replace")
     use_free_cores()

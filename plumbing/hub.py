@@ -4,7 +4,7 @@ from pathlib import Path
 
 from .errors import UserError
 
-FILES = ["*.json", "*.safetensors", "*.jinja"]
+FILES = ["*.json", "model*.safetensors", "*.jinja"]
 
 
 def locate(name: str) -> Path:

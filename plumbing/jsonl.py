@@ -54,13 +54,15 @@ def parse_object(line: str | bytes, where: str) -> dict:
 
 
 def read_rows(file: Path) -> dict[int, dict]:
-    """What each line asks for, by line number: text, or a JSON object. Blank lines are left out."""
+    """What each line asks for, by line number: text, or from the first JSON object on only such."""
     rows = {}
+    is_jsonl = False
     for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
         where = f"{file}:{line_number}"
         with failure_as(f"{where}: not UTF-8"):
             text = line.decode("utf-8-sig").strip()
-        if LIKE_JSON.match(text):
+        is_jsonl = is_jsonl or LIKE_JSON.match(text) is not None
+        if text and is_jsonl:
             rows[line_number] = with_prompt(parse_object(text, where))
         elif text:
             rows[line_number] = {"prompt": text}

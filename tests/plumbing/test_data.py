@@ -119,7 +119,7 @@ def test_unusable_rows_say_why(chat):
         ({"prompt": "Hi", "response": "half \ud83d"}, "not valid Unicode"),
         ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
         ({"prompt": "Hi", "response": "<|im_end|>"}, "a mask or end-of-turn token"),
-        ({"messages": [{"content": "Hi"}, reply]}, "a role or content that is not text"),
+        ({"messages": [{"content": "Hi"}, reply]}, "content that is not text, or no role"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 tokens or more"),
     ):
         with pytest.raises(UserError, match=reason):

@@ -40,7 +40,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(data, out, monkeypat
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 5, "--save-every", 1)
     done = run_train(*words)
     assert done.status == 2
-    assert "step-00000003: not saved (is the disk full?); those before it are in" in done.err
+    assert "step-00000003: not saved (is the disk full?); others are intact" in done.err
     assert "No space left on device" in done.err and "Traceback" not in done.err
     assert "holds the model of step 2" in done.out
     assert checkpoints(out) == ["step-00000001", "step-00000002"]
