@@ -107,13 +107,14 @@ def lay_out(example: Example, block: int | None, mask_id: int, weight: float, do
     """One example as [clean ; masks]; if block is None, the clean stream alone.
 
     weight: of each target (`target_weights`). What differs from `naive_loss`: the grid of blocks is
-    shifted by the example's phase, and positions that predict nothing are left out.
+    shifted by the example's phase, and the last position of each stream, which predicts nothing, is
+    left out.
     """
     x = torch.tensor(example.tokens)
-    prompt = example.prompt
+    P = example.prompt_length
     pos = torch.arange(len(x) - 1)
-    predicts_response = pos >= prompt - 1
-    predicts_first = pos == prompt - 1  # no mask does: it counts in both losses
+    predicts_response = pos >= P - 1
+    predicts_first = pos == P - 1  # no mask predicts the first response token
     clean_stream = Streams(
         tokens=x[:-1],
         pos=pos,
@@ -126,15 +127,15 @@ def lay_out(example: Example, block: int | None, mask_id: int, weight: float, do
     if block is None:
         return clean_stream._replace(noisy_weight=torch.zeros_like(clean_stream.clean_weight))
 
-    mask_pos = pos[prompt:]
+    mask_pos = pos[P:]
     grid_pos = mask_pos + example.phase
     block_start = mask_pos - grid_pos % block
     mask_stream = Streams(
         tokens=torch.full_like(mask_pos, mask_id),
         pos=mask_pos,
-        prefix=block_start.clamp(min=prompt),  # a block that begins in the prompt is cut short
+        prefix=block_start.clamp(min=P),  # a block that begins in the prompt is cut short
         doc=torch.full_like(mask_pos, doc),
-        target=x[prompt + 1 :],
+        target=x[P + 1 :],
         noisy_weight=torch.full(mask_pos.shape, weight),
         clean_weight=torch.zeros(mask_pos.shape),
     )
@@ -149,9 +150,9 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
     is packed, cut and split.
     """
     if normalization == "token":
-        num_targets = sum(example.targets for example in examples)
+        num_targets = sum(example.num_targets for example in examples)
         return [1 / num_targets] * len(examples)
-    return [1 / (example.targets * len(examples)) for example in examples]
+    return [1 / (example.num_targets * len(examples)) for example in examples]
 
 
 def forward_inputs(

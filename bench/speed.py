@@ -243,7 +243,7 @@ def random_examples(count: int, length: int, num_tokens: int) -> list[Example]:
     """A prompt and a response of `length` tokens each, out of the first num_tokens there are."""
     rng = random.Random(0)
     texts = [[rng.randrange(num_tokens) for _ in range(2 * length)] for _ in range(count)]
-    return [Example(text, prompt=length) for text in texts]
+    return [Example(text, prompt_length=length) for text in texts]
 
 
 # --------------------------------------------------------------------------------- the command line

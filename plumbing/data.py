@@ -20,13 +20,13 @@ class Unusable(UserError):
 @dataclass
 class Example:
     tokens: list[int]  # prompt, response and, unless it was cut, the end-of-turn token
-    prompt: int  # length of the prompt
+    prompt_length: int
     phase: int = 0  # of the block grid
 
     @property
-    def targets(self) -> int:
+    def num_targets(self) -> int:
         """How many tokens are to be predicted."""
-        return len(self.tokens) - self.prompt
+        return len(self.tokens) - self.prompt_length
 
 
 def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ...] = ()) -> Example:
@@ -59,7 +59,7 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
     example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
     if row.get("messages") and row["messages"][-1]["role"] == "assistant":
         raise Unusable("the last message is the assistant's")
-    return example.tokens[: example.prompt]
+    return example.tokens[: example.prompt_length]
 
 
 def usable_messages(row: dict) -> list[dict]:
@@ -112,13 +112,13 @@ class Dataset:
     phases: int  # of the block grid: 1, or as many as a block has positions
     max_length: int
     seed: int
-    held_out: InitVar[int]  # number of rows; afterwards the list of their examples
+    num_held_out: InitVar[int]
     ends: tuple[int, ...] = ()
 
-    def __post_init__(self, held_out: int):
+    def __post_init__(self, num_held_out: int):
         self.skipped: Counter[str] = Counter()
         order = shuffled(len(self.rows), self.seed)
-        num_held_out = min(held_out, len(self.rows) // 10)
+        num_held_out = min(num_held_out, len(self.rows) // 10)
         self.training = order[num_held_out:]
         held_out_examples = [self.example(index, epoch=-1) for index in order[:num_held_out]]
         self.held_out = [example for example in held_out_examples if example]

@@ -201,12 +201,11 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
         ({"tau": -0.1, "metric": "entropy"}, "at least 0"),
         ({"tau": float("inf"), "metric": "entropy"}, "tau inf: must be at least 0"),
         ({"metric": "luck"}, "metric 'luck': must be one of probability, margin, entropy"),
-        ({"metric": None}, "metric None: must be a text"),
+        ({"metric": None}, "metric None: must be one of"),
         ({"block": 4.0}, "block 4.0: must be a whole number"),
         ({"block": 1000}, "block 1000.* exceeds the model's 512 positions"),
         ({"rows": 0}, "rows 0: must be at least 1"),
         ({"temperature": None}, "temperature None: must be a number"),
-        ({"verify": "no"}, "verify 'no': must be True or False"),
         ({"verify": True, "tau": lambda waiting: 0.9}, "--verify takes no --tau"),
     ],
 )

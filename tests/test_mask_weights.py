@@ -23,7 +23,7 @@ def smoothed(p: float) -> float:
 def slow_weights(example: Example, block: int, p: dict[int, float]) -> dict[int, float]:
     """Of every mask by its position; p: how likely its target is."""
     blocks = []
-    for pos in range(example.prompt, len(example.tokens) - 1):
+    for pos in range(example.prompt_length, len(example.tokens) - 1):
         if not blocks or (pos + example.phase) % block == 0:
             blocks.append([])
         blocks[-1].append(pos)

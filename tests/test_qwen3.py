@@ -79,7 +79,7 @@ def test_thoughts_are_those_of_transformers(tmp_path, options):
         example = encode({"messages": messages}, chat, eos=2, max_length=512)
         text = chat.tokenizer.decode(example.tokens[:-1], skip_special_tokens=False)
         assert text == whole.removesuffix("<|im_end|>\n") and example.tokens[-1] == 2
-        assert chat.tokenizer.decode(example.tokens[example.prompt : -1]) == "Still 7."
+        assert chat.tokenizer.decode(example.tokens[example.prompt_length : -1]) == "Still 7."
 
 
 def test_template_options_reach_decoding_and_training(checkpoint, tmp_path):

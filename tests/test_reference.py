@@ -67,8 +67,8 @@ def test_loss_and_gradient_are_the_papers(reference):
         if case["normalization"] == "sequence" or len(examples) == 1:
             total = 0
             for example in examples:
-                prompt = example.tokens[: example.prompt]
-                response = example.tokens[example.prompt :]
+                prompt = example.tokens[: example.prompt_length]
+                response = example.tokens[example.prompt_length :]
                 total += naive_loss(model, prompt, response, block, ar_weight)
             found.append(total / len(examples))
         for loss in found:

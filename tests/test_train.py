@@ -61,7 +61,10 @@ def test_losses_are_the_naive_loss_of_many_examples():
         found = whole_step(model, examples, args, width=rng.choice([None, 64]))
         expected = 0
         for example in examples:
-            prompt, response = example.tokens[: example.prompt], example.tokens[example.prompt :]
+            prompt, response = (
+                example.tokens[: example.prompt_length],
+                example.tokens[example.prompt_length :],
+            )
             expected += naive_loss(model, prompt, response, block, args.ar_weight) / len(examples)
         noisy, clean = found[:2]
         assert (noisy + args.ar_weight * clean).item() == pytest.approx(expected.item(), rel=1e-6)
@@ -86,11 +89,11 @@ def test_look_ahead_is_what_a_decoder_would_guess():
 
     for example in examples:
         x = example.tokens
-        for at in range(example.prompt, len(x)):
+        for at in range(example.prompt_length, len(x)):
             right[0] += best_tokens(x[:at], at - 1)[0] == x[at]
             count[0] += 1
-        cuts = [p for p in range(example.prompt + 1, len(x)) if (p + example.phase) % B == 0]
-        for start, end in zip([example.prompt, *cuts], [*cuts, len(x)]):
+        cuts = [p for p in range(example.prompt_length + 1, len(x)) if (p + example.phase) % B == 0]
+        for start, end in zip([example.prompt_length, *cuts], [*cuts, len(x)]):
             guesses = best_tokens(x[:start] + [mask_id] * (end - start), start)
             for k, (guessed, true) in enumerate(zip(guesses, x[start + 1 : end + 1])):
                 right[1 + k] += guessed == true
@@ -141,7 +144,7 @@ def test_logits_exist_a_few_at_a_time(monkeypatch):
 
     model.logits = counted
     noisy, clean = losses(model, forward)
-    targets = 2 * example.targets - 1
+    targets = 2 * example.num_targets - 1
     assert sum(sizes) == targets and max(sizes) <= 5 and len(sizes) == math.ceil(targets / 5) > 2
     last = sizes[-1]
     sizes.clear()
@@ -192,9 +195,9 @@ def test_a_step_by_hand():
         optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         for step, record in enumerate(run.records):
             sums = [two_stream_loss(theirs, example, block) for example in examples]
-            share = [e.targets * len(examples) for e in examples]
+            share = [e.num_targets * len(examples) for e in examples]
             if normalization == "token":
-                share = [sum(e.targets for e in examples)] * len(examples)
+                share = [sum(e.num_targets for e in examples)] * len(examples)
             noisy, clean = (sum(s[i] / n for s, n in zip(sums, share)) for i in (0, 1))
             optimizer.zero_grad()
             (noisy + 0.3 * clean).backward()

@@ -87,7 +87,7 @@ def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Te
     x = example.tokens
     length = len(x)
     mask_id = model.config.mask_token_id
-    noisy = x[: example.prompt] + [mask_id] * example.targets
+    noisy = x[: example.prompt_length] + [mask_id] * example.num_targets
     see = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
     for p in range(length):
         for k in range(length):
@@ -97,8 +97,8 @@ def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Te
             see[length + p, k] = not same_block and k < p
     positions = torch.arange(length).repeat(2)[None]
     hidden = model(torch.tensor([x + noisy]), positions, see[None, None])[0]
-    at = torch.arange(example.prompt - 1, length - 1)
-    targets = torch.tensor(x[example.prompt :])
+    at = torch.arange(example.prompt_length - 1, length - 1)
+    targets = torch.tensor(x[example.prompt_length :])
     both = [model.logits(hidden[at + offset]) for offset in (length, 0)]
     return [F.cross_entropy(logits, targets, reduction="sum") for logits in both]
 

@@ -82,20 +82,20 @@ def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
     The end token is repeated up to the end of the last block, and a target each time.
     """
     block = model.config.block
-    num_padding = -example.targets % block
+    num_padding = -example.num_targets % block
     tokens = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding, device=model.device)
     t, masked = noise(example, len(tokens))
     masked = masked.to(model.device)
     noisy = torch.where(masked, model.config.mask_token_id, tokens)
-    first = torch.arange(example.prompt - 1, len(tokens) - 1, block, device=model.device)
-    blocks = noisy[example.prompt :].view(-1, block)
+    first = torch.arange(example.prompt_length - 1, len(tokens) - 1, block, device=model.device)
+    blocks = noisy[example.prompt_length :].view(-1, block)
     windows = torch.cat([tokens[first][:, None], blocks], dim=1)
     text = tokens[:-block]  # no window sees the last block
-    hidden = window_states(model, text, example.prompt, windows, first).flatten(0, 1)
-    at = masked[example.prompt :]
-    target = tokens[example.prompt :][at]
+    hidden = window_states(model, text, example.prompt_length, windows, first).flatten(0, 1)
+    at = masked[example.prompt_length :]
+    target = tokens[example.prompt_length :][at]
     total = F.cross_entropy(model.logits(hidden[at]), target, reduction="sum")
-    return total / t / example.targets
+    return total / t / example.num_targets
 
 
 @torch.inference_mode()

@@ -201,7 +201,7 @@ def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
     return {
         "decoded": decoded,
         "nats": " ".join(f"{one:.4f}" for one in nats),
-        "tokens": sum(example.targets for example in examples),
+        "tokens": sum(example.num_targets for example in examples),
     }
 
 

@@ -175,12 +175,12 @@ def test_answers_are_training_data(answer, chat):
         [row] = answer([PROMPT], "--max-new", max_new)
         assert row["finish_reason"] == reason
         example = encode(row, chat, eos=2, max_length=512)
-        assert example.targets == row["tokens"]
+        assert example.num_targets == row["tokens"]
         assert (example.tokens[-1] == 2) == (reason == "stop")
     messages = [{"role": "system", "content": "Hi"}, {"role": "user", "content": PROMPT}]
     [row] = answer([{"messages": messages}])
     example = encode(row, chat, eos=2, max_length=512)
-    assert chat.decode(example.tokens[example.prompt :]) == row["response"]
+    assert chat.decode(example.tokens[example.prompt_length :]) == row["response"]
 
 
 def test_a_question_is_a_prompt(answer, chat):

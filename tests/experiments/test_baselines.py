@@ -50,19 +50,19 @@ def test_diffusion_trains_what_it_decodes():
         prompt = random_prompt(rng, rng.randint(1, 12))
         response = random_prompt(rng, rng.randint(1, 9))
         example = Example([*prompt, *response, EOS], len(prompt))
-        tokens = example.tokens + [EOS] * (-example.targets % block)
+        tokens = example.tokens + [EOS] * (-example.num_targets % block)
         t, masked = noise(example, len(tokens))
         expected = 0.0
-        for start in range(example.prompt, len(tokens), block):
+        for start in range(example.prompt_length, len(tokens), block):
             window = tokens[start - 1 : start]
             for place in range(start, start + block):
                 window.append(MASK if masked[place] else tokens[place])
-            logits = window_logits(model, tokens[:start], example.prompt, window)
+            logits = window_logits(model, tokens[:start], example.prompt_length, window)
             for logprobs, place in zip(logits.log_softmax(-1), range(start, start + block)):
                 if masked[place]:
                     expected -= logprobs[tokens[place]].item() / t
         loss = baselines.diffusion_loss(model, example).item()
-        assert loss == pytest.approx(expected / example.targets, rel=1e-6)
+        assert loss == pytest.approx(expected / example.num_targets, rel=1e-6)
 
 
 @torch.inference_mode()

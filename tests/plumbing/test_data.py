@@ -22,7 +22,7 @@ def chat():
 
 
 def response(example: Example) -> list[int]:
-    return example.tokens[example.prompt :]
+    return example.tokens[example.prompt_length :]
 
 
 # -------------------------------------------------------------------------------------- the file
@@ -77,7 +77,9 @@ def test_the_last_assistant_turn_is_trained(chat):
     example = encode(row, chat, EOS, 512)
     assert chat.decode(response(example)) == "So Mia has 12 plums."
     assert example.tokens[-1] == EOS
-    assert example.tokens[: example.prompt] == chat.encode(chat.prompt([user, assistant, user]))
+    assert example.tokens[: example.prompt_length] == chat.encode(
+        chat.prompt([user, assistant, user])
+    )
     pair = encode({"prompt": "the user", "response": "So Mia has 12 plums."}, chat, EOS, 512)
     assert pair == encode({"messages": [user, last]}, chat, EOS, 512)
 
@@ -145,7 +147,7 @@ def test_a_turn_that_the_template_drops(chat, tmp_path):
 def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
     """Shuffled anew each epoch, held-out rows never among them, the same on every run."""
     rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(50)])
-    data = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, held_out=5)
+    data = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, num_held_out=5)
     stream = data.steps(15)
     epochs = [[e for _ in range(3) for e in next(stream).examples] for _ in range(3)]
     texts = [[chat.decode(response(e)) for e in epoch] for epoch in epochs]
@@ -156,10 +158,10 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
     phases = [[e.phase for e in epoch] for epoch in epochs]
     assert phases[0] != phases[1] and {0, 1, 2, 3} == set(phases[0])
     for consumed in (0, 15, 45, 60):
-        again = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, held_out=5)
+        again = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, num_held_out=5)
         step = next(again.steps(15, consumed))
         assert step.examples == (epochs[0] + epochs[1])[consumed : consumed + 15]
-    other = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=1, held_out=5)
+    other = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=1, num_held_out=5)
     assert {chat.decode(response(e)) for e in other.held_out} != held_out
     assert [e.phase for e in next(other.steps(45)).examples] != phases[0]
 
@@ -169,4 +171,4 @@ def test_a_file_without_a_usable_row_stops(chat, tmp_path, count):
     """Also if held-out rows are among the skipped ones: nobody looks for one forever."""
     rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * count)
     with pytest.raises(UserError, match=f"no usable row: {count} neither messages"):
-        Dataset(rows, chat, EOS, phases=1, max_length=512, seed=0, held_out=64)
+        Dataset(rows, chat, EOS, phases=1, max_length=512, seed=0, num_held_out=64)
