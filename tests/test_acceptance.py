@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from common import random_prompt, tiny_model
+from common import endless_model, random_prompt, tiny_model
 from decoding import decode_each
 
 from decode import Decoder, Options, confidences, generate, is_plain_ar, naive, passing_lengths
@@ -28,6 +28,19 @@ def test_acceptance_by_hand():
     assert found[0].tolist() == pytest.approx([0.3, 0.1, 0.5, 1.0])
     two_rows = torch.tensor([[0.1, 0.5, 0.7], [0.9, 0.6, 0.9]])
     assert passing_lengths(two_rows, torch.tensor([0.5, 0.7]), "margin").tolist() == [3, 1]
+
+
+def test_a_confidence_of_tau_passes():
+    """For the loop and for naive. Here each of 7 tokens has the same probability, exactly."""
+    model = endless_model()
+    model.head.data.zero_()
+    tau = torch.zeros(7).double().softmax(0)[0].item()
+    [result] = generate(model, [[2]], tau=tau, block=3, max_new=8)
+    assert result.accepted == [4, 4]
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    naive(model, [2], tau, block=3, max_new=8)
+    assert len(forwards) == 2
 
 
 def test_defaults():
