@@ -133,7 +133,7 @@ class Sequence:
         self.text = list(prompt)  # the prompt, then every accepted token
         self.prompt_length = len(prompt)
         self.max_new = max_new
-        self.tau = tau
+        self.tau = tau  # read before every forward
         self.index = index
         self.stop = set(config.eos_token_id)
         self.state = None  # what the decoding method keeps between two forwards
@@ -213,8 +213,8 @@ class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau.
 
     A decoding method has two calls: `feed` says what a forward is fed after a text. `decide` gives
-    each row its new tokens, and how many of them were already fed (as guesses, in lossless.py, the
-    other method; here none). In `sequence.state` Threshold keeps tau and the number of masks from
+    each row its new tokens, and how many of them were fed as guesses (none here; lossless.py, the
+    other method, has guesses). In `sequence.state` Threshold keeps tau and the number of masks from
     one call to the other.
     """
 
@@ -249,7 +249,7 @@ class Threshold:
     def decide(
         self, model: FastModel, hidden: Tensor, last: list[int], sequences: list[Sequence | None]
     ) -> list[tuple[list[int], int]]:
-        """For each row the candidates that pass tau, and 0: none of them was fed before.
+        """For each row the candidates that pass tau, and 0: none of them was fed as a guess.
 
         hidden (R, T, D) of what was fed; last: the column of each row's last real token.
 
@@ -363,7 +363,7 @@ class Decoder:
                 text_lengths[row] = len(sequence.text)
         if not text_lengths:
             return []
-        scheduler.clear_done()  # after `admit`: a prompt may begin like a text that is cached
+        scheduler.clear_done()  # after `admit`, which may reuse what their rows hold
         sequences = list(scheduler.sequences)
         for row in self.cache.rows_that_wait(text_lengths):
             sequences[row] = None
@@ -403,19 +403,19 @@ class Decoder:
         mask = self.cache.mask(pos, prefix)
         hidden = self.model(tokens, pos, mask, is_prefill)  # (R, T, D)
 
-        going_on = list(sequences)
+        without_errors = list(sequences)  # the method has no state of a sequence whose tau failed
         for row, sequence in enumerate(sequences):
             if sequence and sequence.error:
-                going_on[row] = None
+                without_errors[row] = None
         last = [max(0, real - 1) for real in num_real]  # column of the last real token
-        decisions = self.method.decide(self.model, hidden, last, going_on)
+        decisions = self.method.decide(self.model, hidden, last, without_errors)
         news = []
         for sequence, (accepted, _) in zip(sequences, decisions):
             if sequence:
-                news.append((sequence, sequence.take(accepted, width)))
+                news.append((sequence, sequence.take(accepted, width)))  # none if it has an error
         # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses.
-        # (Last: after an interrupt before it, the next forward feeds these tokens once more.)
-        self.cache.commit([real + held for real, (_, held) in zip(num_real, decisions)])
+        # (This comes last: if an interrupt hits before it, the tokens are merely fed again.)
+        self.cache.commit([real + guesses for real, (_, guesses) in zip(num_real, decisions)])
         return news
 
     def feed_after_text(self, sequence: Sequence, row: int) -> list[Fed]:

@@ -130,8 +130,8 @@ class BlockCache(KVCache):
     once, so a row whose block is full waits for the others.
 
         cached      | cache block | fed by the next forward
-        p p p p p p | a . . .     | a M M       three places are open: two masks, three candidates
-        p p p p p p | a a a .     | a a a       one is open: no mask, one candidate
+        p p p p p p | a . . .     | a M M       three places are free: two masks, three candidates
+        p p p p p p | a a a .     | a a a       one is free: no mask, one candidate
         p p p p p p | a a a a     | nothing     full: this row waits until no row has an open block
         p p p p p p | a a a a     | a a a a M M M     then it is fed as a whole, and kept
 
@@ -149,25 +149,26 @@ class BlockCache(KVCache):
         super().begin(row, num_kept)
         self.prompt_lengths[row] = prompt_length
 
-    def num_open(self, row: int, text_length: int) -> int:
-        """How many tokens of a text of this length are in an open block; 0 if it has none."""
+    def num_in_open_block(self, row: int, text_length: int) -> int:
+        """How many tokens of a text of this length are in an open block; 0: all blocks are full."""
         return (text_length - self.prompt_lengths[row]) % self.size
 
     def commit(self, counts: list[int]) -> None:
         """Of the first counts[i] positions keep the prompt and full blocks, but no open block."""
         super().commit(counts)
         for row in range(len(self.lengths))[self.rows]:
-            self.lengths[row] -= self.num_open(row, self.lengths[row])
+            fed = self.lengths[row]  # all of the prompt, and of the answer what was fed
+            self.lengths[row] = fed - self.num_in_open_block(row, fed)
 
     def room(self, row: int, text_length: int) -> int:
         """How many tokens a forward may accept: the places in the open block, or in the next."""
-        return self.size - self.num_open(row, text_length)
+        return self.size - self.num_in_open_block(row, text_length)
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
         """The rows whose last block is full, as long as another row has an open one."""
         full = set()
         for row, length in text_lengths.items():
-            if self.num_open(row, length) == 0:
+            if self.num_in_open_block(row, length) == 0:
                 full.add(row)
         if len(full) == len(text_lengths):
             return set()

@@ -83,7 +83,7 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     """
     k_is_mask = k_prefix <= k_pos  # a clean token has prefix = pos + 1
     in_prefix = ~k_is_mask & (k_pos < q_prefix)
-    # Never true for a clean q: its prefix is q_pos + 1, and that of a mask k is at most k_pos.
+    # Never true for a clean q: k_prefix <= k_pos <= q_pos, but q_prefix = q_pos + 1.
     in_block = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)
     return (q_doc == k_doc) & (in_prefix | in_block)
 

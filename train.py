@@ -65,7 +65,7 @@ def naive_loss(
     # before its block. Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short.
     block_start = mask_pos - mask_pos % block
     prefix = torch.cat([clean_pos + 1, block_start.clamp(min=P)])
-    # (T, T): of the query its pos, prefix and document (there is one), then the same of the key
+    # (T, T): pos, prefix and document of the query (a column), then of the key (a row)
     sees = visible(pos[:, None], prefix[:, None], 0, pos, prefix, 0)
     hidden = model(tokens, pos[None], sees[None, None])[0]  # (T, D)
     # A position predicts the token after its own place: the last prompt token the first of the
@@ -158,7 +158,7 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
 def forward_inputs(
     examples: list[Example], config: Config, args, row_width: int | None = None, rank=0, size=1
 ) -> list[ForwardInput]:
-    """What the forwards of a step are fed in process `rank` of `size`: as many in each process.
+    """What process `rank` of `size` feeds in a step: one for each forward, as many as the others.
 
     row_width: examples are packed into rows of this width, and all forwards of all steps have one
     shape. None: every example has a row of its own, next to others of similar length.
@@ -210,9 +210,10 @@ SMOOTHING = 0.25  # of p below: without it far masks weigh nothing until the nea
 def expected_weights(cross_entropy: Tensor, inputs: ForwardInput, at: tuple, block: int) -> Tensor:
     """Factors (N,) for the noisy weights at these positions; over an example's masks the mean is 1.
 
-    Guesses hold up to the first that fails, so p1 + p1 p2 + p1 p2 p3 + ... guesses of a block are
-    expected to hold. The derivative of this sum by log p_k, the factor of mask k, is the sum of its
-    terms from p1 ... pk on. (`at` is in the order of the rows, so a block's masks are adjacent.)
+    Guesses hold up to the first that fails, so of a block of three p1 + p1 p2 + p1 p2 p3 guesses
+    are expected to hold. The factors of its masks are the derivatives of this number by log p1,
+    log p2 and log p3: p1 + p1 p2 + p1 p2 p3, p1 p2 + p1 p2 p3, and p1 p2 p3.
+    (`at` is in the order of the rows, so a block's masks are adjacent.)
     """
     offset = (inputs.pos - inputs.prefix)[at]  # of a mask in its block; -1: a clean token
     is_mask = offset >= 0
@@ -220,7 +221,7 @@ def expected_weights(cross_entropy: Tensor, inputs: ForwardInput, at: tuple, blo
     p = (torch.exp(-cross_entropy[is_mask]) + SMOOTHING) / (1 + SMOOTHING)
     block_number = (offset == 0).cumsum(0) - 1  # the first mask of each block has offset 0
     place = (block_number, offset)
-    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row for each block, then zeros
+    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row for each block
     all_hold = blocks.cumprod(1)  # p1, p1 p2, ...
     gain = all_hold.flip(1).cumsum(1).flip(1)[place]
     example = inputs.doc[at][is_mask]
