@@ -136,7 +136,7 @@ class Sequence:
         self.tau = tau  # read before every forward
         self.index = index
         self.stop = set(config.eos_token_id)
-        self.state = None  # what the decoding method keeps between two forwards
+        self.state = None  # what the decoding method keeps from one call to the next
         self.done = False  # set it to cancel the sequence
         self.error: Exception | None = None  # why it ended early
         # An entry for each forward, prefill included:
@@ -243,7 +243,7 @@ class Threshold:
             # The first candidate needs no mask, so room - 1 masks are enough.
             num_masks = min(self.block, room - 1)
         sequence.state = (tau, num_masks)
-        end = len(sequence.text)
+        end = len(sequence.text)  # the masks' prefix: they see all of the text
         return [(self.mask_id, pos, end) for pos in range(end, end + num_masks)]
 
     def decide(
@@ -261,14 +261,14 @@ class Threshold:
         states = [sequence.state if sequence else (1.0, 0) for sequence in sequences]
         taus = [tau for tau, _ in states]
         num_candidates = [1 + num_masks for _, num_masks in states]
-        # Rows with fewer candidates get columns to spare. What is there is cut off at the end, so
-        # that a row at tau 1 takes one candidate. (`logits_at` allows columns after the last one.)
+        # Rows with fewer candidates get columns to spare, perhaps past the end of hidden. What is
+        # there is cut off in the last loop, so that a row at tau 1 takes one candidate.
         most = max(num_candidates)
         columns = torch.tensor([list(range(first, first + most)) for first in last])
         logits = model.logits_at(hidden, columns.to(hidden.device))  # (R, C, V)
         ahead = [0] * len(sequences)  # places between a row's text and its first candidate
         scores = with_dice(logits, sequences, options.temperature, options.seed, ahead)
-        candidates = scores.argmax(-1)  # (R, C)
+        candidates = scores.argmax(-1)  # (R, C): with dice a draw, without the best
         confidence = confidences(logits.softmax(-1), candidates, options.metric)
         tau = torch.tensor(taus, device=hidden.device, dtype=confidence.dtype)
         lengths = passing_lengths(confidence, tau, options.metric).tolist()
@@ -403,16 +403,14 @@ class Decoder:
         mask = self.cache.mask(pos, prefix)
         hidden = self.model(tokens, pos, mask, is_prefill)  # (R, T, D)
 
-        without_errors = list(sequences)  # the method has no state of a sequence whose tau failed
-        for row, sequence in enumerate(sequences):
-            if sequence and sequence.error:
-                without_errors[row] = None
+        # A sequence whose tau failed has no state.
+        without_errors = [None if each and each.error else each for each in sequences]
         last = [max(0, real - 1) for real in num_real]  # column of the last real token
         decisions = self.method.decide(self.model, hidden, last, without_errors)
         news = []
         for sequence, (accepted, _) in zip(sequences, decisions):
             if sequence:
-                news.append((sequence, sequence.take(accepted, width)))  # none if it has an error
+                news.append((sequence, sequence.take(accepted, width)))  # none if it is done
         # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses.
         # (This comes last: if an interrupt hits before it, the tokens are merely fed again.)
         self.cache.commit([real + guesses for real, (_, guesses) in zip(num_real, decisions)])

@@ -157,7 +157,7 @@ class BlockCache(KVCache):
         """Of the first counts[i] positions keep the prompt and full blocks, but no open block."""
         super().commit(counts)
         for row in range(len(self.lengths))[self.rows]:
-            fed = self.lengths[row]  # all of the prompt, and of the answer what was fed
+            fed = self.lengths[row]  # if nothing was fed now, this is the end of a full block
             self.lengths[row] = fed - self.num_in_open_block(row, fed)
 
     def room(self, row: int, text_length: int) -> int:

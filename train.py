@@ -3,7 +3,7 @@
     python train.py --objective sft --data dolci.jsonl --out sft    # stage 1: ordinary fine-tuning
     python train.py --model sft --data dolci.jsonl                  # stage 2: the same, with masks
 
-Two streams share one causal forward. The clean stream is the ordinary sequence. The noisy stream
+Two streams share one forward. The clean stream is the ordinary sequence. The noisy stream
 repeats the response with every token replaced by `<|mask|>`, and sees what a decoder will see: the
 clean tokens before its block, and the masks of its block so far. In both streams a position
 predicts the token after its own place.
@@ -158,7 +158,7 @@ def target_weights(examples: list[Example], normalization: str) -> list[float]:
 def forward_inputs(
     examples: list[Example], config: Config, args, row_width: int | None = None, rank=0, size=1
 ) -> list[ForwardInput]:
-    """What process `rank` of `size` feeds in a step: one for each forward, as many as the others.
+    """What each forward of a step is fed, in process `rank` of `size`; all have equally many.
 
     row_width: examples are packed into rows of this width, and all forwards of all steps have one
     shape. None: every example has a row of its own, next to others of similar length.
@@ -211,17 +211,16 @@ def expected_weights(cross_entropy: Tensor, inputs: ForwardInput, at: tuple, blo
     """Factors (N,) for the noisy weights at these positions; over an example's masks the mean is 1.
 
     Guesses hold up to the first that fails, so of a block of three p1 + p1 p2 + p1 p2 p3 guesses
-    are expected to hold. The factors of its masks are the derivatives of this number by log p1,
-    log p2 and log p3: p1 + p1 p2 + p1 p2 p3, p1 p2 + p1 p2 p3, and p1 p2 p3.
-    (`at` is in the order of the rows, so a block's masks are adjacent.)
+    are expected to hold. The factor of a mask is the sum of the products that its p is in: for the
+    second p1 p2 + p1 p2 p3. (It is the derivative of the expected number by log p.)
     """
     offset = (inputs.pos - inputs.prefix)[at]  # of a mask in its block; -1: a clean token
     is_mask = offset >= 0
     offset = offset[is_mask]  # (M,)
     p = (torch.exp(-cross_entropy[is_mask]) + SMOOTHING) / (1 + SMOOTHING)
-    block_number = (offset == 0).cumsum(0) - 1  # the first mask of each block has offset 0
+    block_number = (offset == 0).cumsum(0) - 1  # blocks are adjacent and begin with offset 0
     place = (block_number, offset)
-    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row for each block
+    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row each; 0 after a short one
     all_hold = blocks.cumprod(1)  # p1, p1 p2, ...
     gain = all_hold.flip(1).cumsum(1).flip(1)[place]
     example = inputs.doc[at][is_mask]
