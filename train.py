@@ -444,9 +444,17 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat
         model.requires_grad_()
     chat.template_options = dict(args.template_option)
     model.config.block = args.block if args.objective == "mars" else None
-    phases = args.block if args.block_phase == "random" else 1
     ends = model.config.eos_token_id
-    data = Dataset(rows, chat, ends[0], phases, args.max_length, args.seed, args.held_out, ends)
+    data = Dataset(
+        rows,
+        chat,
+        eos=ends[0],
+        ends=ends,
+        phases=args.block if args.block_phase == "random" else 1,
+        max_length=args.max_length,
+        seed=args.seed,
+        num_held_out=args.held_out,
+    )
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     processes.say(
         f"{args.model}: {millions:.1f} M parameters on {size} x {device}; {len(rows)} rows"
