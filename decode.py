@@ -261,8 +261,8 @@ class Threshold:
         states = [sequence.state if sequence else (1.0, 0) for sequence in sequences]
         taus = [tau for tau, _ in states]
         num_candidates = [1 + num_masks for _, num_masks in states]
-        # Rows with fewer candidates get columns to spare, perhaps past the end of hidden. What is
-        # there is cut off in the last loop, so that a row at tau 1 takes one candidate.
+        # Rows with fewer candidates get columns to spare (`logits_at` clamps them to hidden). What
+        # is there is cut off in the last loop, so that a row at tau 1 takes one candidate.
         most = max(num_candidates)
         columns = torch.tensor([list(range(first, first + most)) for first in last])
         logits = model.logits_at(hidden, columns.to(hidden.device))  # (R, C, V)
@@ -403,7 +403,7 @@ class Decoder:
         mask = self.cache.mask(pos, prefix)
         hidden = self.model(tokens, pos, mask, is_prefill)  # (R, T, D)
 
-        # A sequence whose tau failed has no state.
+        # A sequence whose tau failed has no state for this forward.
         without_errors = [None if each and each.error else each for each in sequences]
         last = [max(0, real - 1) for real in num_real]  # column of the last real token
         decisions = self.method.decide(self.model, hidden, last, without_errors)

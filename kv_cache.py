@@ -157,8 +157,8 @@ class BlockCache(KVCache):
         """Of the first counts[i] positions keep the prompt and full blocks, but no open block."""
         super().commit(counts)
         for row in range(len(self.lengths))[self.rows]:
-            fed = self.lengths[row]  # if nothing was fed now, this is the end of a full block
-            self.lengths[row] = fed - self.num_in_open_block(row, fed)
+            end = self.lengths[row]  # of what was fed; an idle row's is that of a full block
+            self.lengths[row] = end - self.num_in_open_block(row, end)
 
     def room(self, row: int, text_length: int) -> int:
         """How many tokens a forward may accept: the places in the open block, or in the next."""

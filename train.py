@@ -219,10 +219,10 @@ def expected_weights(cross_entropy: Tensor, inputs: ForwardInput, at: tuple, blo
     offset = offset[is_mask]  # (M,)
     p = (torch.exp(-cross_entropy[is_mask]) + SMOOTHING) / (1 + SMOOTHING)
     block_number = (offset == 0).cumsum(0) - 1  # blocks are adjacent and begin with offset 0
-    place = (block_number, offset)
-    blocks = p.new_zeros(len(p), block).index_put(place, p)  # a row each; 0 after a short one
+    at_mask = (block_number, offset)
+    blocks = p.new_zeros(len(p), block).index_put(at_mask, p)  # a row each; 0 after a short one
     all_hold = blocks.cumprod(1)  # p1, p1 p2, ...
-    gain = all_hold.flip(1).cumsum(1).flip(1)[place]
+    gain = all_hold.flip(1).cumsum(1).flip(1)[at_mask]  # the sum from a mask to its block's end
     example = inputs.doc[at][is_mask]
     mean = torch.bincount(example, gain) / torch.bincount(example)
     factors = torch.ones_like(cross_entropy)
