@@ -100,7 +100,7 @@ def given_responses(model: Qwen2, chat: Chat, problems: list[dict]) -> list[Exam
 
 def prediction(model: Qwen2, examples: list[Example]) -> str:
     """How well the model predicts given responses."""
-    nats, is_best = zip(*(predict(model, each.tokens, each.prompt) for each in examples))
+    nats, is_best = zip(*(predict(model, each.tokens, each.prompt_length) for each in examples))
     mean = torch.cat(nats).mean().item()
     share = torch.cat(is_best).double().mean().item()
     return f"{mean:.3f} nats/token; greedy would have chosen {share:.1%} of their tokens"

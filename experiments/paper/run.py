@@ -197,7 +197,7 @@ def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
     eos = model.config.eos_token_id[0]
     length = model.config.max_position_embeddings
     examples = [encode_row(row, chat, eos, length) for row in problems]
-    nats = [predict(model, each.tokens, each.prompt)[0].sum().item() for each in examples]
+    nats = [predict(model, each.tokens, each.prompt_length)[0].sum().item() for each in examples]
     return {
         "decoded": decoded,
         "nats": " ".join(f"{one:.4f}" for one in nats),
