@@ -130,7 +130,8 @@ class Sequence:
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
                 f"{config.max_position_embeddings} positions: shorten it, or lower --max-new"
             )
-        self.text = list(prompt)  # the prompt, then every accepted token
+        # The prompt, then every accepted token. (int: a prompt may hold numpy's numbers.)
+        self.text = [int(token) for token in prompt]
         self.prompt_length = len(prompt)
         self.max_new = max_new
         self.tau = tau  # read before every forward
@@ -139,6 +140,7 @@ class Sequence:
         self.state = None  # what the decoding method keeps from one call to the next
         self.done = False  # set it to cancel the sequence
         self.error: Exception | None = None  # why it ended early
+        self.confidences: list[float] = []  # of each accepted token: how sure the model was
         # An entry for each forward, prefill included:
         self.accepted: list[int] = []  # number of accepted tokens
         self.widths: list[int] = []  # number of positions computed, masks and padding included
@@ -152,16 +154,19 @@ class Sequence:
     def forwards(self) -> int:
         return len(self.accepted)
 
+    def is_complete(self) -> bool:
+        num_new = len(self.text) - self.prompt_length
+        return num_new >= self.max_new or (num_new > 0 and self.text[-1] in self.stop)
+
     def take(self, tokens: list[int], width: int) -> list[int]:
         """Accept what one forward gave, up to an end-of-turn token and max_new."""
         kept = []
         for token in tokens:
-            if self.done:
+            if self.done or self.is_complete():
                 break
             self.text.append(token)
             kept.append(token)
-            is_full = len(self.text) == self.prompt_length + self.max_new
-            self.done = is_full or token in self.stop
+        self.done = self.done or self.is_complete()
         self.accepted.append(len(kept))
         self.widths.append(width)
         return kept
@@ -213,9 +218,9 @@ class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau.
 
     A decoding method has two calls: `feed` says what a forward is fed after a text. `decide` gives
-    each row its new tokens, and how many of them were fed as guesses (none here; lossless.py, the
-    other method, has guesses). In `sequence.state` Threshold keeps tau and the number of masks from
-    one call to the other.
+    each row its new tokens, their confidences, and how many of them were fed as guesses (none here;
+    lossless.py, the other method, has guesses). In `sequence.state` Threshold keeps tau and the
+    number of masks from one call to the other.
     """
 
     def __init__(self, block: int, options: Options, mask_id: int, longest: int):
@@ -248,8 +253,8 @@ class Threshold:
 
     def decide(
         self, model: FastModel, hidden: Tensor, last: list[int], sequences: list[Sequence | None]
-    ) -> list[tuple[list[int], int]]:
-        """For each row the candidates that pass tau, and 0: none of them was fed as a guess.
+    ) -> list[tuple[list[int], list[float], int]]:
+        """For each row the candidates that pass tau, their confidences, and 0: none was a guess.
 
         hidden (R, T, D) of what was fed; last: the column of each row's last real token.
 
@@ -273,8 +278,10 @@ class Threshold:
         tau = torch.tensor(taus, device=hidden.device, dtype=confidence.dtype)
         lengths = passing_lengths(confidence, tau, options.metric).tolist()
         decisions = []
-        for tokens, length, count in zip(candidates.tolist(), lengths, num_candidates):
-            decisions.append((tokens[: min(length, count)], 0))
+        rows = zip(candidates.tolist(), confidence.tolist(), lengths, num_candidates)
+        for tokens, confident, length, count in rows:
+            num_accepted = min(length, count)
+            decisions.append((tokens[:num_accepted], confident[:num_accepted], 0))
         return decisions
 
 
@@ -284,8 +291,8 @@ class Threshold:
 class Decoder:
     """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
 
-    Every `step` is one forward: a prefill of waiting prompts alone if there are rows for them, else
-    one of all rows that go on.
+    Every `step` is one forward: a prefill of prompts that got a row, if there are any, else one of
+    all rows that go on.
     A row feeds the tokens of its text that are not in the cache yet; the method adds masks or
     guesses, and says what is accepted. Accepted tokens enter the cache when the next forward feeds
     them. (When the weights of the model change, make a new decoder: this one keeps a copy of the
@@ -353,10 +360,10 @@ class Decoder:
     def step(self) -> list[tuple[Sequence, list[int]]]:
         """One forward; the sequences in it, with their new tokens. [] if all are done."""
         scheduler = self.scheduler
-        rows = scheduler.admit()  # a slice: adjacent rows that got a waiting prompt
-        admitted = scheduler.sequences[rows]
-        if admitted:
-            return self.advance(admitted, rows, is_prefill=True)
+        scheduler.admit()
+        rows = scheduler.rows_to_prefill()  # a slice: adjacent rows
+        if prompts := scheduler.sequences[rows]:
+            return self.advance(prompts, rows, is_prefill=True)
         text_lengths = {}  # of each row that goes on
         for row, sequence in enumerate(scheduler.sequences):
             if sequence and not sequence.done:
@@ -408,19 +415,21 @@ class Decoder:
         last = [max(0, real - 1) for real in num_real]  # column of the last real token
         decisions = self.method.decide(self.model, hidden, last, without_errors)
         news = []
-        for sequence, (accepted, _) in zip(sequences, decisions):
+        for sequence, (accepted, confidences, _) in zip(sequences, decisions):
             if sequence:
-                news.append((sequence, sequence.take(accepted, width)))  # none if it is done
+                kept = sequence.take(accepted, width)  # none if it is done
+                sequence.confidences += confidences[: len(kept)]
+                news.append((sequence, kept))
         # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses.
         # (This comes last: if an interrupt hits before it, the tokens are merely fed again.)
-        self.cache.commit([real + guesses for real, (_, guesses) in zip(num_real, decisions)])
+        self.cache.commit([real + guesses for real, (_, _, guesses) in zip(num_real, decisions)])
         return news
 
     def feed_after_text(self, sequence: Sequence, row: int) -> list[Fed]:
         """What the method feeds. If its tau fails, the sequence ends, with the error."""
         room = self.cache.room(row, len(sequence.text))
         try:
-            return self.method.feed(sequence, room, len(self.scheduler.waiting))
+            return self.method.feed(sequence, room, self.scheduler.num_waiting())
         except Exception as error:  # a tau function may fail in any way; the other rows go on
             sequence.error = error
             sequence.done = True

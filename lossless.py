@@ -93,8 +93,8 @@ class Lossless:
 
     def decide(
         self, model, hidden: Tensor, last: list[int], sequences: list
-    ) -> list[tuple[list[int], int]]:
-        """For each row the accepted tokens, and how many of them are guesses that were fed.
+    ) -> list[tuple[list[int], list[float], int]]:
+        """For each row the accepted tokens, their probabilities, and how many were fed as guesses.
 
         hidden (R, T, D) of what was fed; last: the column of x, the last real token of each row. (A
         row without a sequence is None.)
@@ -102,12 +102,15 @@ class Lossless:
         guesses = [sequence.state.guesses if sequence else [] for sequence in sequences]
         most = 1 + max(map(len, guesses))
         columns = [list(range(first, first + most)) for first in last]
-        scores = self.scores(model, hidden, columns, sequences, ahead=[0] * len(sequences))
-        ar_tokens = scores.argmax(-1).tolist()  # of each row: AR's tokens after x, g1, g2, ...
+        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
+        ahead = [0] * len(sequences)
+        scores = with_dice(logits, sequences, self.temperature, self.seed, ahead)
+        best = scores.argmax(-1)  # of each row: AR's tokens after x, g1, g2, ...
+        probabilities = logits.softmax(-1).gather(-1, best[..., None])[..., 0]
         decisions = []
-        for said, guessed in zip(ar_tokens, guesses):
+        for said, sure, guessed in zip(best.tolist(), probabilities.tolist(), guesses):
             held = num_in_common(said, guessed)
-            decisions.append((said[: held + 1], held))
+            decisions.append((said[: held + 1], sure[: held + 1], held))
         self.look_ahead(model, hidden, last, sequences, decisions)
         return decisions
 
@@ -117,14 +120,15 @@ class Lossless:
         """Set the guesses and groups that the next forward is fed."""
         columns = []
         num_useful = []
-        for sequence, first, (_, held) in zip(sequences, last, decisions):
+        for sequence, first, (_, _, held) in zip(sequences, last, decisions):
             masks = sequence.state.useful_masks(held, self.block) if sequence else range(0)
             num_useful.append(len(masks))
             num_padding = self.block - len(masks)
             columns.append([first + place for place in masks] + [0] * num_padding)
         # The first guess is for the place after the accepted tokens.
-        ahead = [len(accepted) for accepted, _ in decisions]
-        scores = self.scores(model, hidden, columns, sequences, ahead)  # (R, B, V)
+        ahead = [len(accepted) for accepted, _, _ in decisions]
+        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))  # (R, B, V)
+        scores = with_dice(logits, sequences, self.temperature, self.seed, ahead)
         candidates = scores.argmax(-1).tolist()
         # An estimate of how likely a candidate is AR's choice. (At a temperature AR will roll the
         # same dice, so a score that leads by far usually leads there, too.)
@@ -137,15 +141,8 @@ class Lossless:
             count = num_useful[row]
             state.plan(candidates[row][:count], chances[row][:count], self.most_groups)
             if self.looks_up:
-                accepted, _ = decisions[row]
+                accepted, _, _ = decisions[row]
                 state.guesses += state.lookup.guesses(sequence.text + accepted, state.guesses)
-
-    def scores(
-        self, model, hidden: Tensor, columns: list[list[int]], sequences: list, ahead: list[int]
-    ) -> Tensor:
-        """(R, C, V), at columns (R, C) of hidden (R, T, D): the best token is the one to take."""
-        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-        return with_dice(logits, sequences, self.temperature, self.seed, ahead)
 
 
 class Lookup:

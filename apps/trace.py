@@ -54,7 +54,7 @@ class TracedMethod:
         before = copy.copy(sequence.state)
         recorded = RecordedModel(model)
         decisions = self.method.decide(recorded, hidden, last, sequences)
-        [(tokens, held)] = decisions
+        [(tokens, _, held)] = decisions
         if self.options.verify:
             facts = self.of_guesses(before, sequence.state, held)
             first_ahead = held + 1

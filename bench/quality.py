@@ -6,13 +6,14 @@
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
 An answer is right if its last number is the problem's. Prompts without answers will do, too.
-"tokens/forward" is of all tokens over all forwards. An answer repeats itself if at least 10 % of
-its 6-grams of tokens occurred before in it; such answers are easy to guess, so "without" is tokens
-per forward of the others.
+"tokens/forward" is of all tokens over all forwards, "median" that of the middle answer. An answer
+repeats itself if at least 10 % of its 6-grams of tokens occurred before in it; such answers are
+easy to guess, so "without" is tokens per forward of the others.
 
 Nats are the mean of -log p of an answer's tokens, one token ahead, under the model itself: how
 unlikely the model finds what it was made to say. (Greedy text at tau 1 is what it finds likely.) If
-all rows have a `response`, as training data do, a line says how well the model predicts these.
+all rows have a `response`, as training data do, a line says how well the model predicts these, and,
+with --against, how much worse than another model. (The interval is a bootstrap over the rows.)
 
 Where an answer parts from that of tau 1 and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
@@ -20,6 +21,7 @@ and a forward of another width rounds differently. With --verify in float32 ther
 difference. If there is one, it is a bug, and the exit status is 1.
 """
 
+import statistics
 import sys
 from dataclasses import replace
 from os.path import commonprefix  # of any two lists
@@ -42,7 +44,7 @@ TIE = 1e-4
 TAUS = [1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
 NATS = [0, 0.05, 0.1, 0.2, 0.5, 1]  # taus of the metric entropy
 GRAM = 6  # tokens
-COLUMNS = ["accuracy", "nats/token", "tokens/forward", "repeat themselves", "without"]
+COLUMNS = ["accuracy", "nats/token", "tokens/forward", "median", "repeat themselves", "without"]
 COLUMNS += ["positions/forward", "same as tau 1", "parted at a tie", "different"]
 
 
@@ -98,12 +100,22 @@ def given_responses(model: Qwen2, chat: Chat, problems: list[dict]) -> list[Exam
         raise UserError(f"a response in --data: {error}") from None
 
 
-def prediction(model: Qwen2, examples: list[Example]) -> str:
-    """How well the model predicts given responses."""
+def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> str:
+    """How well the model predicts given responses, and how much worse than another."""
     nats, is_best = zip(*(predict(model, each.tokens, each.prompt_length) for each in examples))
     mean = torch.cat(nats).mean().item()
     share = torch.cat(is_best).double().mean().item()
-    return f"{mean:.3f} nats/token; greedy would have chosen {share:.1%} of their tokens"
+    text = f"{mean:.3f} nats/token; greedy would have chosen {share:.1%} of their tokens"
+    if other is None:
+        return text
+    others = [predict(other, each.tokens, each.prompt_length)[0] for each in examples]
+    gained = torch.tensor([(n.sum() - o.sum()).item() for n, o in zip(nats, others)])
+    lengths = torch.tensor([len(n) for n in nats])
+    drawn = torch.randint(len(nats), (10_000, len(nats)), generator=torch.manual_seed(0))  # rows
+    means = gained[drawn].sum(1) / lengths[drawn].sum(1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
+    more = (gained.sum() / lengths.sum()).item()
+    return f"{text}; {more:+.3f} nats/token (95 %: {low:+.3f} to {high:+.3f})"
 
 
 @torch.inference_mode()
@@ -147,6 +159,7 @@ def figures(model: Qwen2, answers: list[Sequence], accuracy: str, gaps: list[flo
         accuracy,
         f"{nats_per_token(model, answers):.3f}",
         f"{common.tokens_per_forward(answers):.2f}",
+        f"{statistics.median(len(each.tokens) / each.forwards for each in answers):.2f}",
         f"{1 - len(others) / len(answers):.1%}",
         without,
         f"{common.positions_per_forward(answers):.1f}",
@@ -162,6 +175,7 @@ def main() -> None:
     common.add_rows(parser, default=32)
     common.add_taus(parser, TAUS)
     parser.add_options(Options, without=("tau", "block", "verify", "max_new"))
+    parser.add_argument("--against", metavar="MODEL", help="another model to predict responses")
     args = parser.parse_args()
     ways = common.ways_to_decode(args, NATS if args.metric == "entropy" else TAUS)
     one_token = {"tau": 1.0, "verify": False, "metric": "probability", "block_cache": None}
@@ -172,6 +186,11 @@ def main() -> None:
     model, chat = load(args.model, *find_device(args.device, args.dtype))
     prompts = common.encode(chat, problems)
     given = given_responses(model, chat, problems)
+    other = None
+    if args.against:
+        if not given:
+            raise UserError("--against compares predictions: --data must have a response per row")
+        other, _ = load(args.against, model.device, model.dtype)
     expected = decode(model, prompts, args.rows, plain, "tau 1")
     rows, all_gaps = [], []
     for label, options in ways.items():
@@ -185,7 +204,7 @@ def main() -> None:
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
     print(common.table(["", *COLUMNS], rows))
     if given:
-        print(f"\nThe responses in --data: {prediction(model, given)}.")
+        print(f"\nThe responses in --data: {prediction(model, given, other)}.")
     if args.verify and all_gaps:
         worst = max(all_gaps)
         print(f"\nWhere answers parted, the two best scores were at most {worst:.2g} apart.")

@@ -8,7 +8,7 @@ PREFILL = 4096  # positions of prompts, padding included, in one forward; more o
 class Scheduler:
     """The rows of a cache; a row that is done takes the next sequence of `waiting` at once.
 
-    A sequence has its `text` (token ids), the length of its prompt, and is `done` or not.
+    A sequence has its `text` (token ids), its `prompt_length`, and is `done` or not.
     """
 
     def __init__(self, cache, rows: int, block: int):
@@ -18,29 +18,43 @@ class Scheduler:
         self.waiting = deque()
         self.sequences = [None] * rows  # in each row a sequence, or None
 
-    def admit(self) -> slice:
-        """Give waiting sequences the first free rows that are adjacent; returns these rows."""
-        free = [sequence is None or sequence.done for sequence in self.sequences]
-        if not self.waiting or True not in free:
+    def num_waiting(self) -> int:
+        return sum(not sequence.done for sequence in self.waiting)
+
+    def admit(self) -> None:
+        """Give each free row a waiting sequence."""
+        for row, sequence in enumerate(self.sequences):
+            if sequence and not sequence.done:
+                continue
+            while self.waiting and (self.waiting[0].done or self.waiting[0] in self.sequences):
+                self.waiting.popleft()  # cancelled, or admitted when Ctrl-C came
+            if not self.waiting:
+                return
+            new = self.waiting[0]
+            self.cache.begin(row, self.shared_prefix(row, new), new.prompt_length)
+            self.sequences[row] = new
+            self.waiting.popleft()  # last: Ctrl-C loses no sequence
+
+    def rows_to_prefill(self) -> slice:
+        """The first adjacent rows whose prompts are not in the cache, if they fit one forward."""
+        needs_prefill = []
+        for sequence, length in zip(self.sequences, self.cache.lengths):
+            is_running = sequence is not None and not sequence.done
+            needs_prefill.append(is_running and length < sequence.prompt_length)
+        if True not in needs_prefill:
             return slice(0)
-        first = free.index(True)
+        first = needs_prefill.index(True)
         end = first
         most_kept = 0
         widest = 0
-        while self.waiting and end < len(free) and free[end]:
-            new = self.waiting[0]
-            if new.done:  # cancelled while it waited
-                self.waiting.popleft()
-                continue
-            num_kept = self.shared_prefix(end, new)
+        while end < len(needs_prefill) and needs_prefill[end]:
+            num_kept = self.cache.lengths[end]
             most_kept = max(most_kept, num_kept)
-            widest = max(widest, len(new.text) - num_kept + self.block)
+            widest = max(widest, len(self.sequences[end].text) - num_kept + self.block)
             is_too_much = widest * (end + 1 - first) > PREFILL
             is_too_long = most_kept + widest > self.cache.capacity
             if end > first and (is_too_much or is_too_long):
                 break
-            self.cache.begin(end, num_kept, len(new.text))
-            self.sequences[end] = self.waiting.popleft()  # after `begin`, in case of Ctrl-C
             end += 1
         return slice(first, end)
 

@@ -80,13 +80,13 @@ def logits_after(model: Qwen2, text: list[int], num_masks: int) -> Tensor:
     return model.logits(hidden[0, len(text) - 1 :])
 
 
-def is_sure(probs: list[float], token: int, metric: str, tau: float) -> bool:
+def confidence(probs: list[float], token: int, metric: str) -> float:
     if metric == "entropy":
-        return -sum(p * math.log(p) for p in probs if p > 0) <= tau
+        return -sum(p * math.log(p) for p in probs if p > 0)
     if metric == "margin":
         second, best = sorted(probs)[-2:]
-        return best - second >= tau
-    return probs[token] >= tau
+        return best - second
+    return probs[token]
 
 
 def by_hand(
@@ -100,11 +100,12 @@ def by_hand(
     temperature: float = 0.0,
     seed: int = 0,
     index: int = 0,
+    confidences: list[float] | None = None,
 ) -> tuple[list[int], list[int]]:
     """The tokens, and how many each forward gave: one text, no cache, no code of decode.py.
 
     tau may be a function of the step. With `block_cache` no candidate is beyond the end of a block
-    of so many tokens (the paper's policy).
+    of so many tokens (the paper's policy). Each token's confidence is appended to `confidences`.
     """
     tokens = []
     accepted = []
@@ -122,10 +123,13 @@ def by_hand(
                 position = len(prompt) + len(tokens)
                 scores += temperature * dice(seed, index, position, logits)
             token = scores.argmax().item()
-            probs = logits.softmax(-1).tolist()
-            if accepted[-1] > 0 and not is_sure(probs, token, metric, threshold):
+            sure = confidence(logits.softmax(-1).tolist(), token, metric)
+            passes = sure <= threshold if metric == "entropy" else sure >= threshold
+            if accepted[-1] > 0 and not passes:
                 break
             tokens.append(token)
+            if confidences is not None:
+                confidences.append(sure)
             accepted[-1] += 1
             if token in model.config.eos_token_id or len(tokens) == max_new:
                 return tokens, accepted

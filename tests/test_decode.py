@@ -58,8 +58,10 @@ def test_every_row_of_a_ragged_batch_is_the_slow_decoder(policy):
         taus = [rng.choice([options["tau"], low, high, rng.uniform(low, high)]) for _ in prompts]
         results = decode_each(model, prompts, taus, rows=rng.randint(1, 8), **options)
         for i, (prompt, tau, result) in enumerate(zip(prompts, taus, results)):
-            expected = by_hand(model, prompt, index=i, **options | {"tau": tau})
+            sure = []
+            expected = by_hand(model, prompt, index=i, confidences=sure, **options | {"tau": tau})
             assert outcome(result) == expected, seed
+            assert result.confidences == pytest.approx(sure)
             assert max(result.accepted) <= options["block"] + 1 and MASK not in result.tokens
             if len(result.tokens) < options["max_new"]:
                 num_ended_early += 1
@@ -126,9 +128,12 @@ def test_tau_follows_the_load(toy):
         loads.append(waiting)
         return 1.0 if waiting else 0.8
 
-    results = generate(model, prompts[:5], rows=2, tau=tau, max_new=40)
+    decoder = Decoder(model, Options(tau=tau, max_new=40), rows=2, longest=300)
+    sequences = [decoder.add(prompt) for prompt in prompts[:7]]
+    sequences[4].done = sequences[5].done = True  # cancelled: they no longer wait
+    list(decoder)
     assert loads[:2] == [3, 3] and loads == sorted(loads, reverse=True) and loads[-1] == 0
-    assert set(results[0].accepted) == {1} and max(results[4].accepted) == 5
+    assert set(sequences[0].accepted) == {1} and max(sequences[6].accepted) == 5
 
 
 def test_one_token_mode_is_greedy_ar_in_bfloat16(toy):

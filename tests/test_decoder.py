@@ -1,12 +1,14 @@
 """A Decoder that runs: prompts come at any time, and what one client does harms no other."""
 
 import random
+from collections import deque
 
 import pytest
-from common import MASK, cases, endless_model, random_prompt, tiny_model
+from common import EOS, MASK, cases, endless_model, random_prompt, tiny_model
 from decoding import alone, by_hand, decode_each, outcome
 
 from decode import Decoder, Options, Sequence, generate
+from plumbing.attention import FastModel
 from plumbing.errors import UserError
 
 WAYS = [{}, {"block_cache": 4}, {"verify": True, "groups": 3}, {"temperature": 1.0}]
@@ -65,6 +67,22 @@ def interrupted(*_) -> None:
     raise KeyboardInterrupt
 
 
+class Interrupted(deque):
+    """Waiting prompts; Ctrl-C comes once, before the first one is taken out or just after."""
+
+    def __init__(self, sequences, is_late: bool):
+        super().__init__(sequences)
+        self.is_late = is_late
+        self.comes = True
+
+    def popleft(self):
+        sequence = super().popleft() if self.is_late or not self.comes else None
+        if self.comes:
+            self.comes = False
+            raise KeyboardInterrupt
+        return sequence
+
+
 def endless(rng: random.Random):
     """Texts end at max_new only."""
     model = tiny_model(rng)
@@ -73,25 +91,55 @@ def endless(rng: random.Random):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("moment", ["take", "commit"])
+@pytest.mark.parametrize("moment", ["popleft", "__call__", "take", "commit"])
 def test_an_interrupted_step_loses_no_token(moment, way, monkeypatch):
-    """After Ctrl-C the cache has not gone on without the text, nor the text without the cache."""
-    for seed in cases(3, 30):
+    """After Ctrl-C the cache has not gone on without the text, nor the text without the cache.
+
+    In a prefill it left a prompt that was fed among the ordinary rows, where it exceeded the cache.
+    """
+    monkeypatch.setattr("decode.span_unit", lambda *_: 1)  # no room because of rounding
+    for seed in cases(4, 40):
         rng = random.Random(seed)
         model = endless(rng)
-        prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(2)]
-        decoder = Decoder(model, Options(max_new=40, **way), rows=2, longest=64)
-        sequences = [decoder.add(prompt) for prompt in prompts]
-        for _ in range(rng.randint(1, 3)):
-            decoder.step()
+        prompts = [random_prompt(rng, length) for length in (rng.randint(1, 24), 10, 56, 4)]
+        decoder = Decoder(model, Options(**way), rows=2, longest=64)
+        sequences = [decoder.add(each, max_new=min(40, 64 - len(each))) for each in prompts]
+        if moment == "popleft":
+            decoder.scheduler.waiting = Interrupted(decoder.scheduler.waiting, is_late=seed % 2)
+        elif moment == "__call__":
+            while not any(sequence.done for sequence in sequences):
+                decoder.step()  # the next forward is the prefill of the third prompt
+        else:
+            for _ in range(rng.randint(0, 20)):
+                decoder.step()
         with monkeypatch.context() as patch:
-            owner = Sequence if moment == "take" else type(decoder.cache)
-            patch.setattr(owner, moment, interrupted)
+            if moment != "popleft":
+                owner = {"__call__": FastModel, "take": Sequence, "commit": type(decoder.cache)}
+                patch.setattr(owner[moment], moment, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 decoder.step()
         list(decoder)
         for index, (prompt, sequence) in enumerate(zip(prompts, sequences)):
-            assert sequence.tokens == alone(model, prompt, index, max_new=40, **way).tokens
+            options = way | {"max_new": sequence.max_new}
+            assert sequence.tokens == alone(model, prompt, index, **options).tokens
+
+
+def test_an_interrupt_inside_take_lets_no_answer_go_past_its_end():
+    """Ctrl-C after the last token, before the answer was known to be done, let it go on."""
+
+    class Text(list):
+        def append(self, token: int) -> None:
+            super().append(token)
+            raise KeyboardInterrupt
+
+    for last in (EOS, 3):
+        sequence = Sequence([EOS], tiny_model(random.Random(0)).config, max_new=2, tau=None)
+        sequence.take([5], width=1)
+        sequence.text = Text(sequence.text)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.take([last], width=1)
+        assert sequence.take([6], width=1) == [] and sequence.done
+        assert sequence.tokens == [5, last]
 
 
 def raising(waiting: int) -> float:

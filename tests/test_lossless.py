@@ -165,7 +165,8 @@ def guessed_by_hand(
 ):
     """AR, token by token, and the forwards that guessing would have taken; no cache.
 
-    Returns the tokens; of each forward how many it gave, its width, and its number of guesses.
+    Returns the tokens and their probabilities; of each forward how many it gave, its width, and its
+    number of guesses.
 
     A forward goes on for as long as AR says what had been guessed. Then the masks that saw the most
     of these guesses, and no others, guess what comes after the last token: all of them if they saw
@@ -176,6 +177,7 @@ def guessed_by_hand(
         return logits + temperature * dice(seed, index, pos, logits)
 
     tokens = []
+    probabilities = []
     accepted = []
     widths = []
     checked = []
@@ -189,6 +191,7 @@ def guessed_by_hand(
         while True:
             [logits] = logits_after(model, prompt + tokens, 0)
             tokens.append(with_dice_of(len(prompt + tokens), logits).argmax().item())
+            probabilities.append(logits.softmax(-1)[tokens[-1]].item())
             if tokens[-1] == EOS or len(tokens) == max_new or guesses[:1] != tokens[-1:]:
                 break
             guesses = guesses[1:]
@@ -206,7 +209,7 @@ def guessed_by_hand(
             ahead.pop()
         guesses = [token for _, token in ahead]
         masked = groups_by_hand([chance for chance, _ in ahead], groups)
-    return tokens, accepted, widths, checked
+    return tokens, probabilities, accepted, widths, checked
 
 
 @pytest.mark.usefixtures("without_lookup")
@@ -231,8 +234,12 @@ def test_text_and_forwards_by_hand(monkeypatch):
         results = generate(model, prompts, rng.randint(1, 6), verify=True, **options)
         for index, (prompt, result) in enumerate(zip(prompts, results)):
             one = alone(model, prompt, index, verify=True, **options)
-            expected = guessed_by_hand(model, prompt, index=index, **options)
-            assert (*outcome(one), one.widths, one.state.checked) == expected, (seed, options)
+            tokens, probabilities, *of_forwards = guessed_by_hand(
+                model, prompt, index=index, **options
+            )
+            assert one.tokens == tokens, (seed, options)
+            assert one.confidences == pytest.approx(probabilities)
+            assert [one.accepted, one.widths, one.state.checked] == of_forwards, (seed, options)
             assert outcome(result) == outcome(one) and result.state.checked == one.state.checked
             if len(result.tokens) < options["max_new"]:
                 num_ended_early += 1

@@ -13,6 +13,7 @@ import train
 from bench import common, quality
 from decode import Options, generate
 from model import load
+from plumbing.data import Example
 from plumbing.sampling import dice
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
@@ -126,6 +127,7 @@ def test_tokens_per_forward_of_answers_without_repetition(monkeypatch):
         answers.append(SimpleNamespace(tokens=tokens, forwards=forwards, widths=[1] * forwards))
     found = dict(zip(quality.COLUMNS, quality.figures(None, answers, "", gaps=[]), strict=True))
     assert found["tokens/forward"] == "5.18"  # 57 / 11
+    assert found["median"] == "3.00"  # of 10, 2 and 3
     assert found["repeat themselves"] == "33.3%"
     assert found["without"] == "2.43"  # 17 / 7
 
@@ -155,13 +157,34 @@ def test_how_well_given_responses_are_predicted(tmp_path):
     assert given.tokens == answer.text
     nats = quality.nats_per_token(model, [answer])
     expected = f"{nats:.3f} nats/token; greedy would have chosen 100.0% of their tokens"
-    assert quality.prediction(model, [given]) == expected
+    assert quality.prediction(model, [given], None) == expected
     [cut] = quality.given_responses(model, chat, [row | {"finish_reason": "length"}])
     assert cut.tokens == answer.text[:-1]
     assert quality.given_responses(model, chat, [row, {"prompt": "a"}]) == []
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": ""}')
     done = command("bench.quality", "--data", tmp_path / "data.jsonl")
     assert is_refused(done, "a response in --data: an empty response")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
+    done = command("bench.quality", "--data", tmp_path / "data.jsonl", "--against", "toy/mars")
+    assert is_refused(done, "--against compares predictions: --data must have a response")
+
+
+def test_predictions_against_those_of_another_model():
+    """Two rows: a bootstrap draws one of them twice half the time, so the interval is from one to
+    the other."""
+    model, chat = load(str(ROOT / "toy/mars"))
+    other, _ = load(str(ROOT / "toy/mars"))
+    other.model.norm.weight *= 0.5  # less sure
+    prompts = common.encode(chat, common.read_problems(ROOT / "toy/test.jsonl", 2))
+    answers = generate(model, prompts, tau=1.0)
+    rows = [Example(each.text, each.prompt_length) for each in answers]
+    text = quality.prediction(other, rows, model)
+    more = []  # of the first, the second, both
+    for some in (answers[:1], answers[1:], answers):
+        more.append(quality.nats_per_token(other, some) - quality.nats_per_token(model, some))
+    *ends, mean = more
+    expected = f"{mean:+.3f} nats/token (95 %: {min(ends):+.3f} to {max(ends):+.3f})"
+    assert mean > 0 and text.endswith(expected)
 
 
 def test_verified_answers_are_those_of_tau_1():
