@@ -1,0 +1,248 @@
+"""Teach a model to look ahead in its own words, and to go on saying what it said before.
+
+    python -m apps.look_ahead --model BASE --data own.jsonl --hold drawn.jsonl --out OUT
+
+own.jsonl holds greedy answers of BASE, to learn to look ahead in, and drawn.jsonl answers that were
+drawn at a temperature. docs/real-model.md makes both, and shows what this gains.
+
+Training with train.py changes what a model says, for its matrices serve masks and clean tokens
+alike. What is different here:
+  * the clean stream learns the base's probabilities of all tokens, not the tokens of the data;
+  * a matrix W becomes W + left @ right, and only `left` (n, K) is trained. The rows of `right` are
+    the K directions of W's input that masks use most, relative to clean tokens: a change along
+    these is felt by masks, and hardly by clean tokens;
+  * of the embedding only the row of `<|mask|>` is trained.
+
+--start TUNED begins with a training of BASE, by train.py or by this program: with what it changed
+along the directions that are free in TUNED. (Training moves the masks' inputs away from those of
+clean tokens, so a second run finds more of them.)
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from model import Qwen2, load
+from plumbing.arguments import Parser, find_device, number, path
+from plumbing.chat import Chat
+from plumbing.config import config_json
+from plumbing.data import Dataset, Example
+from plumbing.errors import UserError, run_main
+from plumbing.files import check_shapes, has_model, save
+from plumbing.jsonl import JsonlFile
+from plumbing.processes import arithmetic_in
+from plumbing.signals import exit_on_sigterm
+from train import (
+    ForwardInput,
+    expected_weights,
+    forward_inputs,
+    hidden_states,
+    learning_rate,
+    positions_with_target,
+)
+
+PENALTY = 10  # how much more a clean token's change counts than a mask's
+WEIGHT = 8  # of the divergence from the base
+NUM_MEASURED = 120  # examples from which the directions are found
+GRAM = 6  # tokens
+
+# ------------------------------------------------------------------------------------- directions
+
+
+class Along(nn.Module):
+    """A frozen matrix W (n, m) plus left (n, K) @ right (K, m); only `left` is trained."""
+
+    def __init__(self, linear: nn.Linear, left: Tensor, right: Tensor):
+        super().__init__()
+        self.linear = linear
+        self.left = nn.Parameter(left)
+        self.right = right
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + F.linear(F.linear(x, self.right), self.left)
+
+
+def is_mask(inputs: ForwardInput) -> Tensor:
+    return inputs.prefix <= inputs.pos
+
+
+@torch.no_grad()
+def second_moments(model: Qwen2, some: list[ForwardInput]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each matrix's input x the mean of x xᵀ over clean tokens, and over masks: (m, m) each."""
+    moments = {}
+    is_real = {}  # of the forward that runs: which positions are clean tokens, which masks
+
+    def add(name: str, x: Tensor) -> None:
+        for kind, positions in is_real.items():
+            picked = x[positions].float()
+            total, count = moments.get((name, kind), (0, 0))
+            moments[name, kind] = (total + picked.T @ picked, count + len(picked))
+
+    hooks = []
+    for name, linear in matrices(model):
+        hooks.append(linear.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0])))
+    for inputs in some:
+        inputs = inputs.to(model.device)
+        is_real["mask"] = is_mask(inputs)
+        is_real["clean"] = ~is_mask(inputs) & (inputs.doc >= 0)
+        hidden_states(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    means = {key: total / count for key, (total, count) in moments.items()}
+    return {name: (means[name, "clean"], means[name, "mask"]) for name, _ in matrices(model)}
+
+
+def free_directions(clean: Tensor, masks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """`right` (K, m), from the second moments of a matrix's input; and how a change gets there.
+
+    Along a row v of the first result, (v x)² has the mean s / (s + PENALTY) at masks and 1 / (s +
+    PENALTY) at clean tokens, s largest first. With the second result, (m, K), change @ second is
+    the `left` of a change (n, m) of the matrix, less of it where s is small.
+    """
+    ridge = 0.01 * clean.diagonal().median()  # inputs that are always 0 have no variance
+    clean = clean + ridge * torch.eye(len(clean), device=clean.device)
+    whiten = torch.linalg.inv(torch.linalg.cholesky(clean))
+    ratios, vectors = torch.linalg.eigh(whiten @ masks @ whiten.T)  # ascending
+    ratios = ratios.flip(0)[:rank].clamp(min=0)
+    right = vectors.flip(1)[:, :rank].T @ whiten / (ratios + PENALTY).sqrt()[:, None]
+    return right, clean @ right.T * ratios
+
+
+def matrices(model: Qwen2) -> list[tuple[str, nn.Linear]]:
+    layers = model.model.layers.named_modules(prefix="model.layers")
+    return [(name, module) for name, module in layers if isinstance(module, nn.Linear)]
+
+
+@torch.no_grad()
+def restrict(model: Qwen2, start: Qwen2, some: list[ForwardInput], rank: int) -> None:
+    """Let each matrix change in free directions only; it begins with what `start` changed there."""
+    for name, (clean, masks) in second_moments(start, some).items():
+        linear = model.get_submodule(name)
+        right, projection = free_directions(clean, masks, rank)
+        change = start.get_submodule(name).weight.float() - linear.weight.float()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Along(linear, change @ projection, right))
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+def repeats_itself(example: Example) -> bool:
+    """Nothing is to be learnt from looking ahead in a loop."""
+    tokens = example.tokens[example.prompt_length :]
+    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    return len(set(grams)) < 0.8 * len(grams)
+
+
+def losses(model: Qwen2, base: Qwen2, inputs: ForwardInput) -> tuple[Tensor, Tensor]:
+    """Two weighted sums: the masks' cross-entropy; how far the clean stream is from the base.
+
+    The first is that of --mask-weight expected, without the clean token that predicts the first of
+    a response. The second is KL(base || model).
+    """
+
+    def of_positions(hidden: Tensor, base_hidden: Tensor, target: Tensor) -> Tensor:
+        said = model.logits(hidden).log_softmax(-1)
+        expected = base.logits(base_hidden).log_softmax(-1)
+        gap = (expected - said).nan_to_num()  # of the mask, which neither ever says: inf - inf
+        cross_entropy = -said.gather(-1, target[:, None])[:, 0]
+        return torch.stack([cross_entropy, (expected.exp() * gap).sum(-1)], dim=-1)
+
+    at = positions_with_target(inputs)
+    hidden = hidden_states(model, inputs)[at]
+    with torch.no_grad():
+        base_hidden = hidden_states(base, inputs)[at]
+    pairs = model.in_chunks(of_positions, hidden, base_hidden, inputs.target[at])
+    cross_entropy, divergence = pairs.unbind(-1)
+    weight = torch.where(is_mask(inputs), inputs.noisy_weight, 0)[at]
+    weight = weight * expected_weights(cross_entropy, inputs, at, model.config.block)
+    return (cross_entropy * weight).sum(), (divergence * inputs.clean_weight[at]).sum()
+
+
+def train_left(
+    model: Qwen2, base: Qwen2, row: nn.Parameter, data: Dataset, hold: Dataset, args
+) -> None:
+    """Train the mask's row (D,), and `left` of every matrix."""
+    parameters = [row, *(each.left for each in model.modules() if isinstance(each, Along))]
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
+    autocast = arithmetic_in(model.dtype, model.device)
+    without_masks = replace(model.config, block=None)
+    batches = zip(data.steps(args.batch), hold.steps(args.batch))
+    for step in tqdm(range(args.steps), unit="step", disable=None):
+        own, drawn = (batch.examples for batch in next(batches))
+        loops = [example for example in own if repeats_itself(example)]
+        others = [example for example in own if not repeats_itself(example)]
+        all_inputs = forward_inputs(others, model.config, args)
+        all_inputs += forward_inputs(loops + drawn, without_masks, args)
+        for inputs in all_inputs:
+            with autocast:
+                noisy, divergence = losses(model, base, inputs.to(model.device))
+            (noisy + WEIGHT * divergence).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args.lr, (step + 0.5) / args.steps, warmup=0.1)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def learn(base: Qwen2, model: Qwen2, start: Qwen2, chat: Chat, args) -> dict[str, Tensor]:
+    """The weights of `base` once it has learnt to look ahead; `model` is a copy of it."""
+    mask_id = chat.mask_id
+    ends = base.config.eos_token_id
+    data, hold = (
+        Dataset(JsonlFile(file), chat, ends[0], args.block, args.max_length, args.seed, 0, ends)
+        for file in (args.data, args.hold)
+    )
+    some = next(data.steps(NUM_MEASURED)).examples
+    restrict(model, start, forward_inputs(some, model.config, args), args.rank)
+    embedding = model.model.embed_tokens
+    row = nn.Parameter(start.model.embed_tokens.weight[mask_id].float())
+    embedding.register_forward_hook(
+        lambda _, tokens, x: torch.where((tokens[0] == mask_id)[..., None], row.to(x.dtype), x)
+    )
+    train_left(model, base, row, data, hold, args)
+    weights = {name: weight.float() for name, weight in base.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, Along):
+            weights[name + ".weight"] += (module.left @ module.right).detach()
+    weights["model.embed_tokens.weight"][mask_id] = row.detach()
+    return weights
+
+
+def main() -> None:
+    parser = Parser("Teach a model to look ahead, and to go on saying what it said before.")
+    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "the base: a directory or hub id")
+    add = parser.add_argument
+    add("--out", type=path, required=True, help="the directory to write")
+    add("--data", type=path, required=True, help="the base's greedy answers, as JSONL")
+    add("--hold", type=path, required=True, help="answers drawn from it at a temperature")
+    add("--start", help="a training of the base to begin with (default: the base)")
+    add("--steps", type=number(int, 1), default=240, help="number of steps")
+    add("--batch", type=number(int, 1), default=2, help="examples of each file in a step")
+    add("--lr", type=number(float, 0, 1), default=3e-4, help="peak learning rate")
+    add("--rank", type=number(int, 1), default=85, help="directions of each matrix")
+    add("--block", type=number(int, 1), default=4, help="B, masks in a block")
+    add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
+    add("--seed", type=number(int, 0, 2**31), default=0, help="for shuffling and phases")
+    parser.set_defaults(normalization="sequence", batch_tokens=4096)
+    args = parser.parse_args()
+    exit_on_sigterm()
+    if has_model(args.out):
+        raise UserError(f"{args.out}: has a model; choose another directory")
+    device, dtype = find_device(args.device, args.dtype)
+    base, chat = load(args.model, device, dtype)
+    model, _ = load(args.model, device, dtype)
+    start, _ = load(args.start or args.model, device, dtype)
+    for each in (base, model, start):
+        each.config.block = args.block
+    check_shapes(Path(args.start or args.model), base.state_dict(), start.state_dict())
+    weights = learn(base, model, start, chat, args)
+    save(args.out, config_json(base.config), chat, weights)
+
+
+if __name__ == "__main__":
+    run_main(main, out_of_memory="use a smaller --batch or --max-length")
