@@ -1,7 +1,9 @@
 """A GGUF file (llama.cpp's format, often in 4 bits) of a Llama or Qwen2 as an ordinary checkpoint.
 
-pip install --no-deps gguf
-python -m apps.from_gguf FILE DIRECTORY
+    pip install --no-deps gguf
+    python -m apps.from_gguf FILE DIRECTORY
+
+The weights in such a file have no checksum: a damaged number among them is not noticed.
 """
 
 import math
