@@ -48,7 +48,8 @@ def write(file, model, head) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train([str(ROOT / "LICENSE")], trainer)
+    text = (ROOT / "LICENSE").read_text() + 99 * " 12"  # a token that Qwen2's rules never give
+    tokenizer.train_from_iterator([text], trainer)
     learnt = json.loads(tokenizer.to_str())["model"]
     kinds = dict.fromkeys(learnt["vocab"], 1) | ADDED
     kinds |= {f"[PAD{row}]": 5 for row in range(MASK, 512)}
