@@ -1,21 +1,43 @@
-"""A GGUF file of a Llama (llama.cpp's format, often in 4 bits) as an ordinary checkpoint."""
+"""A GGUF file (llama.cpp's format, often in 4 bits) of a Llama or Qwen2 as an ordinary checkpoint.
 
+    pip install --no-deps gguf
+    python -m apps.from_gguf FILE DIRECTORY
+
+The weights in such a file have no checksum: a damaged number among them is not noticed.
+"""
+
+import math
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
-from gguf import GGUFReader
-from gguf.quants import dequantize
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from torch import Tensor
 from tqdm import tqdm
 
+from model import Config, Qwen2
+from plumbing.arguments import Parser, path
 from plumbing.chat import Chat
-from plumbing.errors import failure_as
-from plumbing.files import save, write_json
+from plumbing.config import parse_config
+from plumbing.errors import UserError, failure_as, run_main, stop
+from plumbing.files import check_shapes, save, write_json
+from plumbing.signals import exit_on_sigterm
 
-CONTROL = 3  # the type of a special token in a GGUF file
+try:
+    from gguf import GGUF_MAGIC, GGMLQuantizationType
+    from gguf.quants import dequantize, quant_shape_to_byte_shape
+except ImportError:
+    if __name__ == "__main__":
+        stop("gguf is not installed: pip install --no-deps gguf")
+    raise
+
+TYPES = "u1 i1 u2 i2 u4 i4 f4 ? text list u8 i8 f8".split()  # of values, as the format counts them
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 NAMES = {  # in a GGUF file: in a checkpoint
     "token_embd": "model.embed_tokens",
+    "output": "lm_head",
     "output_norm": "model.norm",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -27,70 +49,180 @@ NAMES = {  # in a GGUF file: in a checkpoint
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WORDS = (  # how Qwen2 cuts a text into words
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def read_config(field) -> dict:
-    """config.json; `field` gives a value of the file by its name."""
-    end = field("tokenizer.ggml.eos_token_id")
+class Reader:
+    """Reads a file from its start; numpy refuses a length that goes beyond the file's end."""
+
+    def __init__(self, file: Path):
+        self.content = np.memmap(file, mode="r")
+        self.place = 0
+
+    def numbers(self, kind: str, count: int) -> np.ndarray:
+        found = np.frombuffer(self.content, f"<{kind}", count, self.place)
+        self.place += found.nbytes
+        return found
+
+    def value(self, kind: str):
+        if kind == "text":
+            return self.numbers("u1", self.value("u8")).tobytes().decode()
+        if kind != "list":
+            return self.numbers(kind, 1).item()
+        kind = TYPES[self.value("u4")]
+        count = self.value("u8")
+        if kind in ("text", "list"):
+            return [self.value(kind) for _ in range(count)]
+        return self.numbers(kind, count)
+
+
+def read(file: Path) -> tuple[dict, dict[str, tuple]]:
+    """The fields of a GGUF file, and its tensors: (bytes, their format)."""
+    reader = Reader(file)  # gguf's own takes ten times as long, and all memory for a wrong length
+    if reader.numbers("u4", 2).tolist() != [GGUF_MAGIC, 3]:
+        raise ValueError("not a GGUF file of version 3")
+    num_tensors, num_fields = reader.numbers("u8", 2).tolist()
+    fields = {}
+    for _ in range(num_fields):
+        name = reader.value("text")
+        fields[name] = reader.value(TYPES[reader.value("u4")])
+    headers = []
+    for _ in range(num_tensors):
+        name = reader.value("text")
+        shape = reader.numbers("u8", reader.value("u4")).tolist()[::-1]
+        kind = GGMLQuantizationType(reader.value("u4"))
+        headers.append((name, quant_shape_to_byte_shape(shape, kind), kind, reader.value("u8")))
+    alignment = fields.get("general.alignment", 32)
+    begin = math.ceil(reader.place / alignment) * alignment
+    tensors = {}
+    for name, shape, kind, offset in headers:
+        reader.place = begin + offset
+        tensors[name] = (reader.numbers("u1", math.prod(shape)).reshape(shape), kind)
+    return fields, tensors
+
+
+def read_config(fields: dict) -> dict:
+    """config.json, but for what only the tensors tell."""
+    family = fields["general.architecture"]
+    rules = fields["tokenizer.ggml.pre"]
+    if (family, rules) not in (("llama", "smollm"), ("qwen2", "qwen2")):
+        raise ValueError(f"a {family} with the tokenizer of {rules}")
+    if f"{family}.rope.scaling.type" in fields:
+        raise ValueError("scaled rotary angles are not supported")
+    words = fields["tokenizer.ggml.tokens"]
+    ends = {fields["tokenizer.ggml.eos_token_id"]: None}
+    if family == "qwen2":  # its own generation_config.json has this one as well
+        ends[words.index("<|endoftext|>")] = None
     return {
-        "model_type": "llama",
-        "vocab_size": len(field("tokenizer.ggml.tokens")),
-        "hidden_size": field("llama.embedding_length"),
-        "intermediate_size": field("llama.feed_forward_length"),
-        "num_hidden_layers": field("llama.block_count"),
-        "num_attention_heads": field("llama.attention.head_count"),
-        "num_key_value_heads": field("llama.attention.head_count_kv"),
-        "max_position_embeddings": field("llama.context_length"),
-        "rope_theta": field("llama.rope.freq_base"),
-        "rms_norm_eps": round(field("llama.attention.layer_norm_rms_epsilon"), 9),
-        "tie_word_embeddings": True,
-        "eos_token_id": end,
+        "model_type": family,
+        "vocab_size": len(words),
+        "hidden_size": fields[f"{family}.embedding_length"],
+        "intermediate_size": fields[f"{family}.feed_forward_length"],
+        "num_hidden_layers": fields[f"{family}.block_count"],
+        "num_attention_heads": fields[f"{family}.attention.head_count"],
+        "num_key_value_heads": fields[f"{family}.attention.head_count_kv"],
+        "max_position_embeddings": fields[f"{family}.context_length"],
+        "rope_theta": fields[f"{family}.rope.freq_base"],
+        "rms_norm_eps": round(fields[f"{family}.attention.layer_norm_rms_epsilon"], 9),
+        "eos_token_id": list(ends),
     }
 
 
-def read_tokenizer(field) -> Tokenizer:
-    """Digits one by one, then byte-level BPE, as SmolLM2's own tokenizer.json has it."""
-    words = field("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+def read_tokenizer(fields: dict) -> Tokenizer:
+    """Byte-level BPE, after SmolLM2's or Qwen2's rules of what a word is."""
+    words = list(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"].tolist()))
+    # Unused tokens are names for rows that pad the embedding: <|mask|> gets the first of these.
+    ids = {word: id for id, (word, kind) in enumerate(words) if kind != UNUSED}
+    if len(ids) != max(ids.values()) + 1:
+        raise ValueError("the vocabulary has a token twice, or gaps")
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    if fields["tokenizer.ggml.pre"] == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+        rules = [
+            Split(Regex(WORDS), "isolated"),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    else:
+        rules = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = Sequence(rules)
     tokenizer.decoder = decoders.ByteLevel()
-    for word, kind in zip(words, field("tokenizer.ggml.token_type")):
+    for word, kind in words:
         if kind == CONTROL:
             tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(word, normalized=False)])
     return tokenizer
 
 
-def read_weights(reader, num_heads: dict[str, int]) -> dict[str, Tensor]:
-    """All tensors in float32. num_heads: of queries and keys, by the names that GGUF gives them."""
+def read_weights(tensors: dict[str, tuple], config: dict) -> dict[str, Tensor]:
+    """All weights in bfloat16, by their names in a checkpoint."""
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
-    for tensor in tqdm(reader.tensors, unit="tensor", desc="unpacking", leave=False, disable=None):
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
-        *layer, name, kind = tensor.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
-        if name in num_heads:  # llama.cpp puts the two numbers that are rotated side by side
-            pairs = weight.unflatten(0, (num_heads[name], -1, 2))  # (heads, head_dim / 2, 2, D)
+    for place, packed in tqdm(tensors.items(), "unpacking", leave=False, disable=None):
+        weight = torch.from_numpy(dequantize(*packed).copy())
+        *layer, name, kind = place.split(".")  # blk.3.attn_q.weight, output_norm.weight
+        if config["model_type"] == "llama" and name in heads:
+            # llama.cpp puts the two numbers that are rotated side by side: not so in a Qwen2.
+            pairs = weight.unflatten(0, (heads[name], -1, 2))  # (heads, head_dim / 2, 2, D)
             weight = pairs.transpose(1, 2).reshape(weight.shape)
         prefix = f"model.layers.{layer[1]}." if layer else ""
-        weights[f"{prefix}{NAMES[name]}.{kind}"] = weight
+        weights[f"{prefix}{NAMES[name]}.{kind}"] = weight.bfloat16()
+    if HEAD in weights and (weights[HEAD] - weights[EMBEDDING]).norm() < 0.5 * weights[HEAD].norm():
+        # They were one matrix, rounded twice: the one in more bits serves for both.
+        if tensors["output.weight"][0].nbytes > tensors["token_embd.weight"][0].nbytes:
+            weights[EMBEDDING] = weights[HEAD]
+        del weights[HEAD]
     return weights
+
+
+def check(file: Path, config: dict, weights: dict[str, Tensor]) -> None:
+    """Raise an error if the weights are not those of the model in `config`."""
+    if config["num_hidden_layers"] > len(weights):  # a damaged number would fill the memory
+        raise ValueError(f"{config['num_hidden_layers']} layers in {len(weights)} tensors")
+    with torch.device("meta"):
+        expected = Qwen2(Config(**parse_config(config, Config))).state_dict()
+    if config["model_type"] == "llama":
+        expected = {name: weight for name, weight in expected.items() if "bias" not in name}
+    check_shapes(file, expected=expected, found=weights)
 
 
 def unpack(file: Path, directory: Path) -> None:
     """Write a checkpoint with the weights, the tokenizer and the chat template of a GGUF file."""
-    with failure_as(f"{file}: damaged, or not of a Llama"):
-        reader = GGUFReader(file)
+    with (
+        failure_as(f"{file}: damaged, or not of a Llama like SmolLM2 or a Qwen2"),
+        tempfile.TemporaryDirectory(prefix=f"{file.name}-") as folder,
+    ):
+        fields, tensors = read(file)
+        config = read_config(fields)
+        weights = read_weights(tensors, config)
+        config["tie_word_embeddings"] = HEAD not in weights
+        check(file, config, weights)
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers: take tokenizer.json as is
+            "eos_token": fields["tokenizer.ggml.tokens"][config["eos_token_id"][0]],
+            "chat_template": fields.get("tokenizer.chat_template"),
+        }
+        read_tokenizer(fields).save(f"{folder}/tokenizer.json")
+        write_json(Path(folder) / "tokenizer_config.json", settings)
+        chat = Chat(Path(folder))
+    save(directory, config, chat, weights)
 
-        def field(name: str):
-            return reader.fields[name].contents()
 
-        config = read_config(field)
-        tokenizer = read_tokenizer(field)
-        end = field("tokenizer.ggml.tokens")[config["eos_token_id"]]
-        settings = {"eos_token": end, "chat_template": field("tokenizer.chat_template")}
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-        weights = read_weights(reader, heads)
-    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    write_json(directory / "tokenizer_config.json", settings)
-    save(directory, config, Chat(directory), weights)
+def main() -> None:
+    parser = Parser("Write a GGUF file of a Llama or Qwen2 as an ordinary checkpoint.")
+    parser.add_argument("file", metavar="FILE", type=path, help="a GGUF file")
+    parser.add_argument("directory", metavar="DIRECTORY", type=path, help="the directory to write")
+    args = parser.parse_args()
+    exit_on_sigterm()
+    if args.directory.exists() and any(args.directory.iterdir()):
+        raise UserError(f"{args.directory}: is not empty; choose another directory")
+    unpack(args.file, args.directory)
+
+
+if __name__ == "__main__":
+    run_main(main)
