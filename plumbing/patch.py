@@ -2,7 +2,9 @@
 
 Training moves every matrix W (n, m) mostly along a few directions: the difference is nearly a
 product of two thin matrices, kept as whole numbers and a scale for each direction. (Many coarse
-directions keep more than a few exact ones.) Vectors and the embedding of `<|mask|>` are kept whole.
+directions keep more than a few exact ones. But the right matrix says which inputs a change answers
+to: rounded coarsely, it would answer to others, too.) Vectors and the embedding of `<|mask|>` are
+kept whole.
 
 The file is a safetensors file, compressed as gzip does, which also notices any damage.
 """
@@ -23,6 +25,7 @@ from .files import atomic_write
 
 FACTS = "facts"  # the tensor that holds the bytes of a JSON object
 LEFT, RIGHT, SCALE, VECTOR, ROW = ".left", ".right", ".scale", ".difference", ".mask_row"
+LEFT_STEP, RIGHT_STEP = 0.7, 0.12  # of rounding; a number takes about 3 bits, and 5
 
 
 def is_embedding(name: str) -> bool:
@@ -42,15 +45,18 @@ def make_patch(base: Mapping, tuned: Mapping, mask_id: int, rank: int) -> dict[s
             patch[name + VECTOR] = difference.bfloat16()
         else:
             u, s, v = torch.svd_lowrank(difference, q=min(rank + 16, *weight.shape), niter=4)
-            patch[name + LEFT], left_scale = whole_numbers(u[:, :rank], s[:rank])
-            patch[name + RIGHT], right_scale = whole_numbers(v[:, :rank], s[:rank])
+            patch[name + LEFT], left_scale = whole_numbers(u[:, :rank], s[:rank], LEFT_STEP)
+            patch[name + RIGHT], right_scale = whole_numbers(v[:, :rank], s[:rank], RIGHT_STEP)
             patch[name + SCALE] = s[:rank] * left_scale * right_scale
     return patch
 
 
-def whole_numbers(columns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 numbers (rank, n) of columns (n, rank), finer where one weighs more; scales (rank,)."""
-    step = 0.62 * (columns * weights).square().mean().sqrt()  # a number then takes under 3 bits
+def whole_numbers(columns: Tensor, weights: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """int8 numbers (rank, n) of columns (n, rank), finer where one weighs more; scales (rank,).
+
+    step: by which they are rounded, in units of their root mean square.
+    """
+    step = step * (columns * weights).square().mean().sqrt()
     numbers = (columns * weights / step.clamp(min=1e-30)).round().clamp(-127, 127)
     scale = (numbers * columns).sum(dim=0) / numbers.square().sum(dim=0).clamp(min=1)
     return numbers.T.to(torch.int8).contiguous(), scale

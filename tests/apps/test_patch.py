@@ -70,7 +70,7 @@ def test_numbers_and_their_scale(tmp_path):
     torch.manual_seed(0)
     columns = torch.randn(2000, 9)
     weights = torch.linspace(9, 3, 9)
-    numbers, scale = whole_numbers(columns, weights)
+    numbers, scale = whole_numbers(columns, weights, 0.62)
     assert numbers.dtype == torch.int8 and numbers.shape == (9, 2000) and scale.shape == (9,)
     numbers_by_column = numbers.T.float()
     step = 0.62 * (columns * weights).square().mean().sqrt() / weights
@@ -80,6 +80,19 @@ def test_numbers_and_their_scale(tmp_path):
         assert (factor * scale * numbers_by_column - columns).norm() > error.norm()
     write_patch(tmp_path / "p", {"numbers": numbers.repeat(10, 1)}, {})
     assert (tmp_path / "p").stat().st_size < 10 * 9 * 2000 * 3 / 8
+
+
+def test_a_change_answers_to_no_other_inputs():
+    """A change of few directions, rounded, gave clean tokens what was meant for masks only: the
+    bundled patch would have moved their predictions three times as far as its training did."""
+    torch.manual_seed(0)
+    inputs = torch.linalg.qr(torch.randn(40, 40)).Q
+    felt, unfelt = inputs[:, :8], inputs[:, 8:]
+    change = torch.randn(60, 8) @ felt.T
+    weights = {"w": torch.zeros(60, 40)}
+    apply_patch(weights, make_patch(weights, {"w": change}, 0, rank=8), 0)
+    assert (weights["w"] @ felt - change @ felt).norm() < 0.25 * change.norm()
+    assert (weights["w"] @ unfelt).norm() < 0.08 * change.norm()
 
 
 def test_matrices_that_training_left_alone():
