@@ -15,16 +15,22 @@ class TextStream:
 
     def __init__(self, chat: Chat):
         self.chat = chat
-        self.tokens: list[int] = []
-        self.num_shown = 0  # characters
+        self.before: list[int] = []  # tokens just before the tail: it may lose a space without them
+        self.tail: list[int] = []  # the text of all tokens before these was returned
+        self.num_returned = 0  # characters of the tail
 
     def add(self, tokens: list[int]) -> str:
         """The text that is certain now and was not before."""
-        self.tokens += tokens
-        text = self.chat.decode(self.tokens)
-        text = text.rstrip("\ufffd")  # the first bytes of a character decode to this
-        new = text[self.num_shown :]
-        self.num_shown = max(self.num_shown, len(text))
+        self.tail += tokens
+        before = self.chat.decode(self.before)
+        text = self.chat.decode(self.before + self.tail)[len(before) :]
+        certain = text.rstrip("\ufffd")  # the first bytes of a character decode to this
+        new = certain[self.num_returned :]
+        self.num_returned += len(new)
+        if new and certain == text:
+            self.before = self.tail
+            self.tail = []
+            self.num_returned = 0
         return new
 
 
@@ -53,21 +59,22 @@ def print_answer(steps: Iterable[tuple], chat: Chat, shaded: bool) -> None:
     steps: (answer, new tokens) of each forward, as a Decoder yields them.
     """
     text = TextStream(chat)
+    num_tokens = 0
     num_forwards = 0
     began = time.perf_counter()
     try:
         for _, tokens in steps:
+            num_tokens += len(tokens)
             num_forwards += 1
             piece = text.add(tokens)
             if shaded:
                 piece = shade(piece, len(tokens))
             print(piece, end="", flush=True)
     finally:
-        if text.tokens:
+        if num_tokens:
             print()
-            count = len(text.tokens)
-            figures = statistics(count, num_forwards, time.perf_counter() - began)
-            note(f"{count} tokens in {num_forwards} forwards: {figures}")
-        if text.tokens and shaded:
+            figures = statistics(num_tokens, num_forwards, time.perf_counter() - began)
+            note(f"{num_tokens} tokens in {num_forwards} forwards: {figures}")
+        if num_tokens and shaded:
             keys = [shade(f"{count} ", count) for count in range(1, len(SHADES) + 1)]
             note(" ".join(["tokens that came together:", *keys, "or more"]))

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import random
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from commands import MARS, PROMPT, command, is_refused, process
-from common import BASE, ROOT
+from common import BASE, ROOT, cases
+from tokenizers import Tokenizer, decoders, models
 
 import decode
 from plumbing import arguments, errors, terminal
@@ -46,23 +48,48 @@ def test_verify_says_what_tau_1_says():
     assert "in 51 forwards" in plain.err and "in 11 forwards" in checked.err
 
 
-def test_only_whole_characters_are_shown():
-    """Every token of this text is a byte or so: none may show up as half a character."""
+def tokenizer_like_llamas() -> Tokenizer:
+    """Bytes are tokens, and the space that a text begins with is dropped."""
+    words = ["<s>", "▁Hi", "▁", "plums", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {word: id for id, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>"])
+    space = decoders.Replace("▁", " ")
+    parts = [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [Chat(BASE).tokenizer, tokenizer_like_llamas()])
+def test_text_as_it_comes_is_the_text(tokenizer):
+    """In whole characters, however many tokens each has; only the last tokens are decoded again."""
     chat = Chat(BASE)
-
-    def pieces(tokens: list[int], step: int = 1) -> list[str]:
+    chat.tokenizer = tokenizer
+    most = 0
+    for seed in cases(100, 10000):
+        rng = random.Random(seed)
         stream = terminal.TextStream(chat)
-        return [stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)]
+        tokens = []
+        shown = ""
+        for _ in range(40):
+            word = rng.choice(["你", "🙂👩‍👩‍👧", " é", "plums", "▁"])
+            new = rng.choice([[0], [rng.randrange(3)], chat.encode(word)])  # 0 has no text
+            tokens += new
+            while new:
+                count = rng.randint(1, 5)
+                shown += stream.add(new[:count])
+                new = new[count:]
+                most = max(most, len(stream.before + stream.tail))
+        assert shown == chat.decode(tokens)
+    assert most < 80
 
-    text = "你好 🙂👩‍👩‍👧 é plums! ok"
-    tokens = chat.encode(text)
-    assert len(tokens) > 30
-    for step in (1, 2, 3, 5):
-        shown = pieces(tokens, step)
-        assert "".join(shown) == text and not any("\ufffd" in piece for piece in shown)
-    assert "".join(pieces(chat.encode("ok 🙂")[:-1])) == "ok "  # it ends within a character
-    stray = [chat.encode("🙂")[-1], *chat.encode(" ok")]  # a byte that no character begins with
-    assert "".join(pieces(stray)) == "\ufffd ok"
+
+def test_text_that_ends_or_begins_within_a_character():
+    chat = Chat(BASE)
+    first, *_, last = chat.encode("🙂")
+    for tokens, shown in (([first], ""), ([last, first, *chat.encode(" ok")], "\ufffd\ufffd ok")):
+        stream = terminal.TextStream(chat)
+        assert "".join(stream.add([token]) for token in tokens) == shown
 
 
 def test_shading():
