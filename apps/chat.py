@@ -17,6 +17,7 @@ from plumbing.terminal import note, print_answer
 
 SET_TAU = "/tau 0.7 sets tau"
 RESET = "/reset starts a new conversation"
+ROOM = 4096  # tokens of a conversation that the cache holds at first
 
 
 class Conversation:
@@ -28,8 +29,8 @@ class Conversation:
         self.tau = options.tau
         self.opening = opening
         self.messages = opening
-        longest = model.config.max_position_embeddings
-        self.decoder = Decoder(model, options, rows=1, longest=longest)
+        self.model = model
+        self.decoder = Decoder(model, options, rows=1, longest=ROOM)
         shortest = self.encode([*opening, {"role": "user", "content": "?"}])
         Sequence(shortest, model.config, options.max_new, options.tau)  # is any turn possible?
 
@@ -39,13 +40,23 @@ class Conversation:
     def ask(self, text: str, shaded: bool) -> None:
         """Print an answer. If Ctrl-C ends it, what there is stays in the conversation."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        answer = self.decoder.add(self.encode(asked), self.tau)
+        prompt = self.encode(asked)
+        self.make_room(len(prompt) + self.decoder.options.max_new)
+        answer = self.decoder.add(prompt, self.tau)
         try:
             print_answer(self.decoder, self.chat, shaded)
         except KeyboardInterrupt:
             answer.done = True
         reply = {"role": "assistant", "content": self.chat.decode(answer.tokens)}
         self.messages = [*asked, reply]
+
+    def make_room(self, needed: int) -> None:
+        """Take a decoder with a larger cache, if that helps; it reads the conversation again."""
+        old = self.decoder
+        if old.longest < needed <= self.model.config.max_position_embeddings:
+            longest = max(needed, 2 * old.longest)
+            self.decoder = Decoder(self.model, old.options, rows=1, longest=longest)
+            self.decoder.num_added = old.num_added  # every turn has its own draws
 
     def take(self, line: str, shaded: bool) -> None:
         """A command or a turn; a line with an error changes nothing."""
@@ -94,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, out_of_memory="use a model with a shorter context")
+    run_main(main, out_of_memory="use /reset sooner, or a smaller model")

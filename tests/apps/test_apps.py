@@ -4,11 +4,13 @@ import itertools
 import json
 import re
 import sys
+from unittest import mock
 
 import pytest
 from commands import MARS, PROMPT, command, process
 from common import ROOT, rows_of
 
+import apps.chat as chat_app
 from decode import Decoder, Sequence, generate
 from kv_cache import KVCache
 from model import load
@@ -70,10 +72,17 @@ def test_a_conversation(monkeypatch, answers):
 
 
 def test_every_turn_has_its_own_draws(monkeypatch):
-    lines = [PROMPT, "/reset", PROMPT]
-    done = converse(monkeypatch, lines, "--temperature", 1.5, "--max-new", 30)
-    first, second = done.out.splitlines()
+    """The cache begins small and grows with the conversation, which changes no answer."""
+    lines = [PROMPT, "/reset", PROMPT, PROMPT]
+    words = ("--temperature", 1.5, "--max-new", 30)
+    done = converse(monkeypatch, lines, *words)
+    first, second, _ = done.out.splitlines()
     assert done.status == 0 and first != second
+    spy = mock.Mock(side_effect=Decoder)
+    monkeypatch.setattr(chat_app, "Decoder", spy)
+    monkeypatch.setattr(chat_app, "ROOM", 60)
+    assert converse(monkeypatch, lines, *words).out == done.out
+    assert [call.kwargs["longest"] for call in spy.call_args_list] == [60, 120, 240]
 
 
 def test_a_system_message_survives_a_reset(monkeypatch, answers, chat):
@@ -83,12 +92,13 @@ def test_a_system_message_survives_a_reset(monkeypatch, answers, chat):
     assert "system\nBe brief." in chat.tokenizer.decode(prompt_of(first), skip_special_tokens=False)
 
 
-def test_a_full_conversation_names_the_way_out(monkeypatch):
+def test_a_full_conversation_names_the_way_out(monkeypatch, answers):
     lines = [PROMPT, "and " * 1800, "/reset", PROMPT]
     done = converse(monkeypatch, lines)
     [error] = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert "exceed the model's 2048 positions" in error and "/reset" in error
     assert done.status == 0 and done.out.count("The answer is 43.") == 2
+    assert answers[-1].widths[0] == 5  # a token and the masks: the cache is still there
 
 
 @pytest.mark.parametrize("owner, name, num_calls", [(Decoder, "step", 3), (KVCache, "begin", 0)])
