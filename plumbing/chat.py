@@ -36,11 +36,16 @@ class Chat:
             self.template = self.settings.pop("chat_template", None) or CHATML
             if (directory / "chat_template.jinja").exists():
                 self.template = (directory / "chat_template.jinja").read_text("utf-8")
-            self._render = compile_template(self.template, self.settings)
+            self.special_tokens = special_tokens(self.settings)
+            self._render = compile_template(self.template, self.special_tokens)
 
     @property
     def mask_id(self) -> int | None:
         return self.tokenizer.token_to_id(MASK)
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
 
     def prompt(self, messages: list[dict]) -> str:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
@@ -64,7 +69,16 @@ class Chat:
         (directory / "chat_template.jinja").write_text(self.template, "utf-8")
 
 
-def compile_template(template: str, settings: dict) -> Callable[..., str]:
+def special_tokens(settings: dict) -> dict[str, str]:
+    """eos_token and the like, by name; the settings have them as text or as an object."""
+    tokens = {}
+    for name, token in settings.items():
+        if name.endswith("_token") and token:
+            tokens[name] = token["content"] if isinstance(token, dict) else token
+    return tokens
+
+
+def compile_template(template: str, names: dict) -> Callable[..., str]:
     """With transformers' whitespace rules, and sandboxed: it is a program from a stranger."""
 
     def raise_exception(message: str) -> None:
@@ -74,8 +88,5 @@ def compile_template(template: str, settings: dict) -> Callable[..., str]:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     jinja.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    names = {"raise_exception": raise_exception}
-    for name, token in settings.items():  # eos_token and the like, as text or as an object
-        if name.endswith("_token") and token:
-            names[name] = token["content"] if isinstance(token, dict) else token
+    names = names | {"raise_exception": raise_exception}
     return jinja.from_string(template, globals=names).render

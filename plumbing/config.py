@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from .chat import Chat
 from .errors import UserError
 from .files import read_json
 
@@ -24,6 +25,8 @@ def read_config(directory: Path, kind: type) -> object:
         if eos is not None:
             raw["eos_token_id"] = eos
     try:
+        if raw.get("eos_token_id") is None:  # transformers writes it only if it was told
+            raw["eos_token_id"] = Chat(directory).eos_id
         return kind(**parse_config(raw, kind))
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from None

@@ -79,7 +79,7 @@ def test_config_forms_that_are_accepted(checkpoint):
 
 
 def test_one_end_of_turn_or_several(checkpoint):
-    """generation_config.json decides, if there is one; else config.json."""
+    """generation_config.json decides, if there is one; else config.json; else the tokenizer."""
     generation = checkpoint / "generation_config.json"
     generation.write_text('{"eos_token_id": 5}')
     assert load(str(checkpoint))[0].config.eos_token_id == (5,)
@@ -89,6 +89,11 @@ def test_one_end_of_turn_or_several(checkpoint):
     generation.unlink()
     edit_config(checkpoint, eos_token_id=[2, 0])
     assert load(str(checkpoint))[0].config.eos_token_id == (2, 0)
+    edit_config(checkpoint, eos_token_id=None)  # as a new model's that transformers saved
+    settings = checkpoint / "tokenizer_config.json"
+    for token, end in (("<|im_end|>", 2), ({"content": "<|endoftext|>"}, 0)):
+        settings.write_text(json.dumps({"eos_token": token}))
+        assert load(str(checkpoint))[0].config.eos_token_id == (end,)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
