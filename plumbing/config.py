@@ -1,5 +1,6 @@
 """config.json of transformers 4 or 5, to and from the fields of model.Config; what is refused."""
 
+import math
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -64,8 +65,11 @@ def check_config(config) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         is_number = field.type in (int, float, int | None) and field.name != "mask_token_id"
-        if is_number and value is not None and (type(value) not in (int, float) or value <= 0):
-            raise ValueError(f"{field.name} {value!r}: must be a number above 0")
+        kinds = (int, float) if field.type is float else (int,)
+        is_right = type(value) in kinds and 0 < value < math.inf
+        if is_number and value is not None and not is_right:
+            name = "number" if float in kinds else "whole number"
+            raise ValueError(f"{field.name} {value!r}: must be a {name} above 0")
     head_dim = config.head_dim or config.hidden_size / config.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim:g}: must be even")

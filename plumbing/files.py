@@ -41,6 +41,8 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
             safe_open(path, framework="pt", device=str(device)) as shard,
         ):
             for name in shard.keys():
+                if name in tensors:
+                    raise UserError(f"{path}: tensor {name} is in another file, too")
                 tensor = shard.get_tensor(name)
                 if tensor.itemsize < 2 or not tensor.is_floating_point():
                     raise UserError(f"{path}: {name} is {tensor.dtype}; get the model unquantized")

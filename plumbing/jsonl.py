@@ -11,6 +11,7 @@ from tqdm import tqdm
 from .errors import UserError, failure_as
 from .processes import leads
 
+LONGEST = 4 * 10**6  # bytes of a line of prompts; its tokens take a gigabyte of memory
 LIKE_JSON = re.compile(r"""[{[]\s*(["'{]|$)""")  # also broken JSON; "{x} is a set" is text
 
 
@@ -59,6 +60,8 @@ def read_rows(file: Path) -> dict[int, dict]:
     is_jsonl = False
     for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
         where = f"{file}:{line_number}"
+        if len(line) > LONGEST:
+            raise UserError(f"{where}: {len(line)} bytes, more than {LONGEST} in one line")
         with failure_as(f"{where}: not UTF-8"):
             text = line.decode("utf-8-sig").strip()
         is_jsonl = is_jsonl or LIKE_JSON.match(text) is not None

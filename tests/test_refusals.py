@@ -170,6 +170,7 @@ TURN = {"role": "user", "content": "Hi"}
         ('{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
         (b"ok\n\ncaf\xe9\n", "in:3: not UTF-8"),
         (None, "/in: No such file or directory"),
+        ("?\n" + 4 * 10**6 * "x" + "x", "in:2: 4000001 bytes, more than 4000000 in one line"),
         ({"query": "?"}, "in:2: neither messages nor prompt and response"),
         ({"question": 7}, "in:2: content that is not text"),
         ({"messages": []}, "in:2: no assistant turn"),

@@ -1,6 +1,7 @@
 """Directories of models: what loading refuses and accepts, and what a failed save leaves."""
 
 import json
+import math
 import stat
 
 import pytest
@@ -36,12 +37,17 @@ def edit_tensors(directory, change) -> None:
         ({"use_sliding_window": True}, "sliding-window attention True is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type 'yarn'"),
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "missing .*'rope_theta'"),
-        ({"vocab_size": "640"}, "vocab_size '640': must be a number above 0"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a number above 0"),
+        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number above 0"),
         ({"num_attention_heads": 3, "head_dim": "absent"}, "head_dim .*: must be even"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
-        ({"block": -4}, "block -4: must be a number above 0"),
+        ({"block": -4}, "block -4: must be a whole number above 0"),
+        (
+            {"max_position_embeddings": math.inf},
+            "max_position_embeddings inf: must be a whole number",
+        ),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps inf: must be a number above 0"),
         ({"head_dim": 3}, "head_dim 3: must be even"),
         ({"rope_parameters": "default"}, "config.json: "),
         ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
@@ -127,6 +133,8 @@ def test_weights_that_are_refused(checkpoint):
         weights.write_bytes(damaged)
         with pytest.raises(UserError, match="model.safetensors: missing, damaged"):
             load(str(checkpoint))
+    for name in ("1.st", "2.st"):
+        (checkpoint / name).write_bytes(whole)
     weights.unlink()
     with pytest.raises(UserError, match="model.safetensors: missing"):
         load(str(checkpoint))
@@ -135,6 +143,7 @@ def test_weights_that_are_refused(checkpoint):
         ('{"weight_map": {"a": "gone.st"}}', "gone.st: missing"),
         ('{"weight_map": []}', "index.json: has no weight_map"),
         ("{}", "index.json: has no weight_map"),
+        ('{"weight_map": {"a": "1.st", "b": "2.st"}}', "2.st: tensor .* is in another file, too"),
     ):
         index.write_text(content)
         with pytest.raises(UserError, match=message):
