@@ -106,7 +106,7 @@ def read_options(args: argparse.Namespace, options: type) -> object:
 
 
 def check_options(options: object) -> None:
-    """Raise UserError where the command line would refuse what options in Python hold."""
+    """Make of options in Python what the command line makes of them, or raise UserError."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         facts = field.metadata
@@ -117,7 +117,8 @@ def check_options(options: object) -> None:
             raise UserError(f"{field.name} {value!r}: must be one of {', '.join(facts['choices'])}")
         if facts["kind"] in (int, float):
             try:
-                number(facts["kind"], facts["least"], facts["below"])(str(value))
+                parse = number(facts["kind"], facts["least"], facts["below"])
+                setattr(options, field.name, parse(str(value)))  # numpy's numbers would overflow
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"{field.name} {value!r}: {error}") from None
 

@@ -1,9 +1,15 @@
 """Options that are built in Python: the rules of the command line hold for them, too."""
 
+import contextlib
 from dataclasses import dataclass
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
+from common import endless_model
 
+from decode import Decoder, Options
 from plumbing.arguments import check_options, option
 from plumbing.errors import UserError
 
@@ -39,3 +45,33 @@ def test_options_that_are_accepted():
 def test_options_that_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         check_options(options)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("field", ["temperature", "max_new", "seed", "block", "groups"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        np.uint16(3),
+        np.int8(100),
+        np.float16(1),
+        Fraction(1),
+        Fraction(1, 2),
+        2**64,
+        torch.tensor(3),
+    ],
+    ids=repr,
+)
+def test_what_passes_the_checks_is_decoded(field, number):
+    """A number that fails only in a forward, as numpy's small ones did, would stop all rows."""
+    options = {"max_new": 10, "temperature": 0.5} | {field: number}
+    added = []
+    with contextlib.suppress(UserError):
+        decoder = Decoder(endless_model(), Options(**options), rows=2, longest=210)
+        added.append(decoder.add([2] * 105))
+        for request in ({"prompt": [number]}, {"tau": number}, {"max_new": number}):
+            with contextlib.suppress(UserError):
+                added.append(decoder.add(**{"prompt": [3] * 5} | request))
+        list(decoder)
+    for sequence in added:
+        assert sequence.error is None and len(sequence.tokens) == sequence.max_new
