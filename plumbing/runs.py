@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .processes import largest, leads, say, together
 from .signals import StopSignal
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+MINUTE = 60
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
 # Options that a resumed run may change: they say where and how, not what is computed.
 MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dtype"}
@@ -75,6 +77,7 @@ class Run:
                     self.checkpoints.remove(self.checkpoints.paths())
                 self.log_file = self._open_log()
         self.bar = tqdm(total=100, bar_format=BAR, disable=None if leads() else True)
+        self.last_line = time.monotonic()
         self.stop_signal = StopSignal()
         return self
 
@@ -101,14 +104,19 @@ class Run:
         return self.step, self.found["consumed"]
 
     def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
-        """Add a line to log.jsonl and move the bar."""
+        """Add a line to log.jsonl and move the bar; where it is not shown, print a line a minute."""
         self.step = record["step"]
         self.skipped = skipped
         if leads():
             self.log_file.write(json.dumps(record) + "\n")
             self.log_file.flush()
-        self.bar.set_postfix({name: record[name] for name in SHOWN if name in record})
+        shown = {name: record[name] for name in SHOWN if name in record}
+        self.bar.set_postfix(shown)
         self.bar.update(100 * min(1.0, share_done) - self.bar.n)
+        if self.bar.disable and time.monotonic() > self.last_line + MINUTE:  # no terminal
+            facts = ", ".join(f"{name} {value}" for name, value in shown.items())
+            say(f"{share_done:4.0%}: {facts}")
+            self.last_line = time.monotonic()
         if "look_ahead" in record:
             shares = "  ".join(f"{share:.3f}" for share in record["look_ahead"])
             say(f"step {self.step}: right 1, 2, ... tokens ahead: {shares}")

@@ -115,6 +115,15 @@ def test_skipped_rows_are_counted_once(tmp_path, out):
     assert expected in run_train(*words, "--out", out, "--resume").out.splitlines()
 
 
+def test_a_line_now_and_then_where_there_is_no_bar(data, out, monkeypatch):
+    """A run whose output is a file was silent for its first minutes, and looked as if it hung."""
+    words = (*DRAFT, "--data", data, "--steps", 2, "--held-out", 0)
+    assert "noisy" not in run_train(*words, "--out", out / "1").out  # it took no minute
+    monkeypatch.setattr(runs, "MINUTE", 0)
+    done = run_train(*words, "--out", out / "2")
+    assert "\n 50%: step 1, noisy " in done.out and "\n100%: step 2, noisy " in done.out
+
+
 def test_a_note_in_the_log(data, out):
     """Somebody's own line in log.jsonl is not lost: the run asks to move it away."""
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 1)
