@@ -40,9 +40,7 @@ class Conversation:
     def ask(self, text: str, shaded: bool) -> None:
         """Print an answer. If Ctrl-C ends it, what there is stays in the conversation."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.encode(asked)
-        self.make_room(len(prompt) + self.decoder.options.max_new)
-        answer = self.decoder.add(prompt, self.tau)
+        answer = self.add(self.encode(asked))
         try:
             print_answer(self.decoder, self.chat, shaded)
         except KeyboardInterrupt:
@@ -50,13 +48,15 @@ class Conversation:
         reply = {"role": "assistant", "content": self.chat.decode(answer.tokens)}
         self.messages = [*asked, reply]
 
-    def make_room(self, needed: int) -> None:
-        """Take a decoder with a larger cache, if that helps; it reads the conversation again."""
-        old = self.decoder
-        if old.longest < needed <= self.model.config.max_position_embeddings:
-            longest = max(needed, 2 * old.longest)
-            self.decoder = Decoder(self.model, old.options, rows=1, longest=longest)
-            self.decoder.num_added = old.num_added  # every turn has its own draws
+    def add(self, prompt: list[int]) -> Sequence:
+        """Add it to the decoder, or to a new one with a larger cache, which reads it all again."""
+        options = self.decoder.options
+        needed = len(prompt) + options.max_new
+        if self.decoder.longest < needed <= self.model.config.max_position_embeddings:
+            num_added = self.decoder.num_added  # every turn has its own draws
+            self.decoder = Decoder(self.model, options, rows=1, longest=2 * needed)
+            self.decoder.num_added = num_added
+        return self.decoder.add(prompt, self.tau)
 
     def take(self, line: str, shaded: bool) -> None:
         """A command or a turn; a line with an error changes nothing."""

@@ -3,8 +3,8 @@
 import argparse
 import dataclasses
 import json
-import numbers
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -52,8 +52,7 @@ class Parser(argparse.ArgumentParser):
             elif facts["choices"]:
                 how = {"default": field.default, "choices": facts["choices"]}
             else:
-                kind = number(facts["kind"], facts["least"], facts["below"])
-                how = {"default": field.default, "type": kind}
+                how = {"default": field.default, "type": facts["parse"]}
             self.add_argument(f"--{field.name.replace('_', '-')}", help=facts["help"], **how)
 
 
@@ -96,7 +95,8 @@ def template_option(text: str) -> tuple[str, object]:
 def option(default: object, help: str, kind=None, least=None, below=None, choices=None):
     """A field of a dataclass of options; `Parser.add_options` makes it a command-line option."""
     kind = kind or type(default)  # only a default of None needs one
-    metadata = {"help": help, "kind": kind, "least": least, "below": below, "choices": choices}
+    parse = number(kind, least, below)
+    metadata = {"help": help, "kind": kind, "parse": parse, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -117,8 +117,7 @@ def check_options(options: object) -> None:
             raise UserError(f"{field.name} {value!r}: must be one of {', '.join(facts['choices'])}")
         if facts["kind"] in (int, float):
             try:
-                parse = number(facts["kind"], facts["least"], facts["below"])
-                setattr(options, field.name, parse(str(value)))  # numpy's numbers would overflow
+                setattr(options, field.name, facts["parse"](str(value)))  # numpy's would overflow
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"{field.name} {value!r}: {error}") from None
 
@@ -126,11 +125,9 @@ def check_options(options: object) -> None:
 def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
     """Raise UserError for what would stop the forward of all rows: a float among token ids, say."""
     is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
-    if not is_list or not all(
-        isinstance(token, numbers.Integral) and 0 <= token < vocab_size for token in prompt
-    ):
+    if not is_list or not all(isinstance(t, Integral) and 0 <= t < vocab_size for t in prompt):
         raise UserError(f"a prompt must be a list of token ids below {vocab_size}, at least one")
-    if not isinstance(max_new, numbers.Integral) or max_new < 1:
+    if not isinstance(max_new, Integral) or max_new < 1:
         raise UserError(f"max_new {max_new!r}: must be a whole number, at least 1")
 
 

@@ -30,22 +30,21 @@ class Chat:
         self.tokenizer.no_truncation()  # transformers saves what it was last called with
         self.tokenizer.no_padding()
         self.settings = {}
+        self.special: dict[str, str] = {}  # eos_token and the like
         if (directory / "tokenizer_config.json").exists():
             self.settings = read_json(directory / "tokenizer_config.json")
         with failure_as(f"{directory}: the chat template is damaged"):
             self.template = self.settings.pop("chat_template", None) or CHATML
             if (directory / "chat_template.jinja").exists():
                 self.template = (directory / "chat_template.jinja").read_text("utf-8")
-            self.special_tokens = special_tokens(self.settings)
-            self._render = compile_template(self.template, self.special_tokens)
+            for name, token in self.settings.items():  # some as text, some as an object
+                if name.endswith("_token") and token:
+                    self.special[name] = token["content"] if isinstance(token, dict) else token
+            self._render = compile_template(self.template, self.special)
 
     @property
     def mask_id(self) -> int | None:
         return self.tokenizer.token_to_id(MASK)
-
-    @property
-    def eos_id(self) -> int | None:
-        return self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
 
     def prompt(self, messages: list[dict]) -> str:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
@@ -67,15 +66,6 @@ class Chat:
         (directory / "tokenizer.json").write_text(self.tokenizer.to_str(pretty=True), "utf-8")
         write_json(directory / "tokenizer_config.json", self.settings)
         (directory / "chat_template.jinja").write_text(self.template, "utf-8")
-
-
-def special_tokens(settings: dict) -> dict[str, str]:
-    """eos_token and the like, by name; the settings have them as text or as an object."""
-    tokens = {}
-    for name, token in settings.items():
-        if name.endswith("_token") and token:
-            tokens[name] = token["content"] if isinstance(token, dict) else token
-    return tokens
 
 
 def compile_template(template: str, names: dict) -> Callable[..., str]:

@@ -27,7 +27,8 @@ def read_config(directory: Path, kind: type) -> object:
             raw["eos_token_id"] = eos
     try:
         if raw.get("eos_token_id") is None:  # transformers writes it only if it was told
-            raw["eos_token_id"] = Chat(directory).eos_id
+            chat = Chat(directory)
+            raw["eos_token_id"] = chat.tokenizer.token_to_id(chat.special.get("eos_token", ""))
         return kind(**parse_config(raw, kind))
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -65,11 +66,9 @@ def check_config(config) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         is_number = field.type in (int, float, int | None) and field.name != "mask_token_id"
-        kinds = (int, float) if field.type is float else (int,)
-        is_right = type(value) in kinds and 0 < value < math.inf
+        is_right = type(value) in (int, float) and 0 < value < math.inf
         if is_number and value is not None and not is_right:
-            name = "number" if float in kinds else "whole number"
-            raise ValueError(f"{field.name} {value!r}: must be a {name} above 0")
+            raise ValueError(f"{field.name} {value!r}: must be a number above 0")
     head_dim = config.head_dim or config.hidden_size / config.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim:g}: must be even")

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .errors import UserError, describe, failure_as
 
-# ------------------------------------------------------------------------------------------ reading
-
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; anything else is a UserError."""
@@ -68,9 +66,6 @@ def check_shapes(directory: Path, expected: Mapping, found: Mapping) -> None:
         got = tuple(found[name].shape) if name in found else "none"
         if want != got:
             raise UserError(f"{directory}: tensor {name}: expected {want}, found {got}")
-
-
-# ------------------------------------------------------------------------------------------ writing
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from .processes import largest, leads, say, together
 from .signals import StopSignal
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-MINUTE = 60
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
 # Options that a resumed run may change: they say where and how, not what is computed.
 MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dtype"}
@@ -104,19 +103,17 @@ class Run:
         return self.step, self.found["consumed"]
 
     def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
-        """Add a line to log.jsonl and move the bar; where it is not shown, print a line a minute."""
+        """Add a line to log.jsonl and move the bar; without a terminal, print a line a minute."""
         self.step = record["step"]
         self.skipped = skipped
         if leads():
             self.log_file.write(json.dumps(record) + "\n")
             self.log_file.flush()
-        shown = {name: record[name] for name in SHOWN if name in record}
-        self.bar.set_postfix(shown)
+        self.bar.set_postfix({name: record[name] for name in SHOWN if name in record})
         self.bar.update(100 * min(1.0, share_done) - self.bar.n)
-        if self.bar.disable and time.monotonic() > self.last_line + MINUTE:  # no terminal
-            facts = ", ".join(f"{name} {value}" for name, value in shown.items())
-            say(f"{share_done:4.0%}: {facts}")
+        if self.bar.disable and time.monotonic() > self.last_line + 60:
             self.last_line = time.monotonic()
+            say(f"{share_done:4.0%}: {self.bar.postfix}")
         if "look_ahead" in record:
             shares = "  ".join(f"{share:.3f}" for share in record["look_ahead"])
             say(f"step {self.step}: right 1, 2, ... tokens ahead: {shares}")

@@ -19,7 +19,6 @@ FILES = {
     "data.jsonl": '{"prompt": "?", "response": "12 plums"}\n',
     "prompts.txt": PROMPT,
     "broken.jsonl": '{"prompt": "?", "response": "1"}\nnot json\n',
-    "useless.jsonl": '{"question": "?"}\n',
 }
 
 
@@ -35,7 +34,8 @@ def here(tmp_path, monkeypatch):
 
 # The command and what is added to its usual options; the message.
 BAD_OPTIONS = [
-    ("decode --model no/such/place", "'no/such/place': no such directory"),
+    ("decode --model no/such/place", "'no/such/place': no such directory, and not a hub id"),
+    ("decode --model data.jsonl", "'data.jsonl': no such directory, and not a hub id"),
     ("decode --tau 1.5", "tau 1.5: must be between 0 and 1"),
     ("decode --taux 1", "unrecognized arguments: --taux 1"),
     ("decode --metric luck", "--metric: invalid choice: 'luck'"),
@@ -66,7 +66,6 @@ BAD_OPTIONS = [
     ("train --data /", "/: Is a directory"),
     ("train --data ''", "--data: must name a file or directory"),
     ("train --data broken.jsonl", "broken.jsonl:2: not JSON"),
-    ("train --data useless.jsonl", "no usable row: 1 neither messages nor prompt and response"),
     # The data come first: a model may have to be downloaded.
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
     ("apps.batch --tau-busy 7", "tau 7.0: must be between 0 and 1"),

@@ -75,8 +75,6 @@ def test_a_directory_without_a_template_gets_chatml(tmp_path):
         ("{{ raise_exception('only users here') }}", " .*: only users here"),
         ("{{ messages.__class__.__mro__ }}", ""),  # the sandbox refuses this
         ("{{ 1 / 0 }}", " .*: division by zero"),
-        ("{{ messages[0].content + 1 }}", ""),
-        ("{{ messages[7].content.x }}", ""),
     ],
 )
 def test_templates_that_fail_in_any_way(tmp_path, template, message):

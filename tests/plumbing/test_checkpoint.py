@@ -6,7 +6,7 @@ import stat
 
 import pytest
 import torch
-from common import ROOT, save_model
+from common import save_model
 from safetensors.torch import load_file, save_file
 
 from model import load
@@ -37,17 +37,13 @@ def edit_tensors(directory, change) -> None:
         ({"use_sliding_window": True}, "sliding-window attention True is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type 'yarn'"),
         ({"rope_theta": "absent", "rope_parameters": "absent"}, "missing .*'rope_theta'"),
-        ({"vocab_size": "640"}, "vocab_size '640': must be a whole number above 0"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number above 0"),
+        ({"vocab_size": "640"}, "vocab_size '640': must be a number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a number above 0"),
         ({"num_attention_heads": 3, "head_dim": "absent"}, "head_dim .*: must be even"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
-        ({"block": -4}, "block -4: must be a whole number above 0"),
-        (
-            {"max_position_embeddings": math.inf},
-            "max_position_embeddings inf: must be a whole number",
-        ),
-        ({"rms_norm_eps": math.inf}, "rms_norm_eps inf: must be a number above 0"),
+        ({"block": -4}, "block -4: must be a number above 0"),
+        ({"head_dim": math.inf}, "head_dim inf: must be a number above 0"),
         ({"head_dim": 3}, "head_dim 3: must be even"),
         ({"rope_parameters": "default"}, "config.json: "),
         ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
@@ -159,13 +155,6 @@ def test_weights_that_are_quantized(checkpoint, dtype):
     edit_tensors(checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
     with pytest.raises(UserError, match=f"{name} is {dtype}; get the model unquantized"):
         load(str(checkpoint))
-
-
-def test_a_name_that_is_neither_directory_nor_hub_id():
-    with pytest.raises(UserError, match="no such directory, and not a hub id"):
-        load("no/such/directory")
-    with pytest.raises(UserError, match="test.jsonl'.* no such directory"):
-        load(str(ROOT / "toy/test.jsonl"))
 
 
 # ------------------------------------------------------------------------------------------ saving

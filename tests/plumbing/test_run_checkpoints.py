@@ -9,8 +9,6 @@ from training import DRAFT, checkpoints, log, run_train, start
 
 from plumbing import checkpoints as module
 
-# ----------------------------------------------------------------------------------- full disks
-
 
 def test_the_error_that_torch_raises_on_a_full_disk(data, out, monkeypatch):
     """It does not say that the disk is full, and is not even an Exception: our line asks."""
@@ -48,8 +46,6 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(data, out, monkeypat
     done = run_train(*words, "--resume")
     assert done.status == 0 and "resumed at step 2" in done.out
 
-
-# ------------------------------------------------------------------------------ kills and damage
 
 # `train.py` in a process that dies, as if killed, while it writes the model.
 DYING = "import os, train, plumbing.files; from plumbing.errors import run_main; "

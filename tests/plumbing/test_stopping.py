@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 from commands import is_refused
 from common import ROOT
-from training import (
-    DRAFT,
-    checkpoints,
-    log,
-    num_logged,
-    run_train,
-    start,
-    wait_for,
-)
+from training import DRAFT, checkpoints, log, num_logged, run_train, start, wait_for
 
 import train
 
@@ -43,9 +35,6 @@ def assert_saved(out: Path) -> None:
     assert checkpoints(out)[-1] == f"step-{len(records):08d}"
     assert (out / "model.safetensors").exists()
     assert not list(out.rglob("*.tmp"))
-
-
-# -------------------------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize("presses", [1, 2])
@@ -118,9 +107,6 @@ def test_under_nohup(data, out):
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert_saved(out)
-
-
-# ------------------------------------------------------------------------ readers that go away
 
 
 @pytest.mark.parametrize("lines, is_all", [(0, False), (2, False), (0, True)])
