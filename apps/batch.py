@@ -20,7 +20,7 @@ from tqdm import tqdm
 from decode import Decoder, Options, Sequence, check_tau, load_for_decoding
 from plumbing.arguments import Parser, number, path, read_options
 from plumbing.chat import Chat
-from plumbing.data import Unusable, encode_prompt
+from plumbing.data import encode_prompt
 from plumbing.errors import UserError, run_main
 from plumbing.jsonl import read_rows
 from plumbing.terminal import note, statistics
@@ -55,7 +55,7 @@ def naming(file: Path, line_number: int) -> Iterator[None]:
     """An error gets the place of the prompt."""
     try:
         yield
-    except (UserError, Unusable, OverflowError) as error:
+    except UserError as error:
         raise UserError(f"{file}:{line_number}: {error}") from None
 
 
