@@ -117,7 +117,8 @@ def check_options(options: object) -> None:
             raise UserError(f"{field.name} {value!r}: must be one of {', '.join(facts['choices'])}")
         if facts["kind"] in (int, float):
             try:
-                setattr(options, field.name, facts["parse"](str(value)))  # numpy's would overflow
+                text = repr(value) if isinstance(value, str) else str(value)
+                setattr(options, field.name, facts["parse"](text))  # numpy's would overflow
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"{field.name} {value!r}: {error}") from None
 

@@ -33,7 +33,7 @@ def test_options_that_are_accepted():
         (Reader(penalty=-1), "penalty -1: must be at least 0, not -1"),
         (Reader(penalty=2), "penalty 2: must be below 2, not 2"),
         (Reader(penalty=float("nan")), "penalty nan: must be at least 0, not nan"),
-        (Reader(penalty="much"), "penalty 'much': must be a number"),
+        (Reader(penalty="1"), "penalty '1': must be a number"),
         (Reader(limit=0), "limit 0: must be at least 1"),
         (Reader(limit=1.5), "limit 1.5: must be a whole number"),
         (Reader(order="nonsense"), "order 'nonsense': must be one of first, last"),
