@@ -21,7 +21,6 @@ the tests compare the two. What is unusual here:
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
@@ -125,6 +124,7 @@ class Sequence:
     def __init__(self, prompt: list[int], config: Config, max_new: int, tau: Tau | None, index=0):
         """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
         check_request(prompt, max_new, config.vocab_size)
+        max_new = int(max_new)  # a sum with a number of numpy's small kinds may overflow
         if len(prompt) + max_new > config.max_position_embeddings:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
@@ -179,7 +179,7 @@ def check_tau(tau: float, metric: str) -> None:
     """Raise UserError for an impossible tau."""
     if not isinstance(tau, Real):
         raise UserError(f"tau {tau!r}: must be a number, or a function")
-    if metric == "entropy" and not 0 <= tau < math.inf:
+    if metric == "entropy" and not 0 <= tau < 1e30:
         raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
     if metric != "entropy" and not 0 <= tau <= 1:
         raise UserError(f"tau {tau}: must be between 0 and 1 for the metric {metric}")
@@ -342,7 +342,7 @@ class Decoder:
         max_new = self.options.max_new if max_new is None else max_new
         index = self.num_added if index is None else index
         sequence = Sequence(prompt, self.model.config, max_new, tau, index)
-        if len(prompt) + max_new > self.longest:
+        if len(prompt) + sequence.max_new > self.longest:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the "
                 f"{self.longest} that this decoder was made for: shorten it, or lower max_new"

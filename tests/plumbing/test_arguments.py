@@ -59,6 +59,6 @@ def test_what_passes_the_checks_is_decoded(field, number):
         added.append(decoder.add([2] * 105))
         for request in ({"prompt": [number]}, {"tau": number}, {"max_new": number}):
             with contextlib.suppress(UserError):
-                added.append(decoder.add(**{"prompt": [3] * 5} | request))
+                added.append(decoder.add(**{"prompt": [3] * 105} | request))
         list(decoder)
     assert all(each.error is None and len(each.tokens) == each.max_new for each in added)
