@@ -406,7 +406,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
     add("--normalization", choices=("sequence", "token"), default="sequence", help="averaged over")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
-    add("--steps", type=number(int, 1), help="number of steps, instead of --epochs")
+    add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
     add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
     add("--batch-tokens", type=number(int, 1), default=4096, help="positions per forward")
     flag("--checkpoint-layers", help="less memory: compute activations twice")

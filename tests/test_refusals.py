@@ -57,6 +57,7 @@ BAD_OPTIONS = [
     ("train --block 1000", "--block 1000: more than --max-length 512"),
     ("train --batch 0", "--batch: must be at least 1, not 0"),
     ("train --steps 1.5", "--steps: must be a whole number, not '1.5'"),
+    ("train --steps 1000000000000", "--steps: must be below 1e+09, not 1000000000000"),
     ("train --lr nan", "--lr: must be at least 0, not nan"),
     ("train --clip 0", "--clip: must be at least 1e-06, not 0"),
     ("train --warmup 1", "--warmup: must be below 1, not 1"),
