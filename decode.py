@@ -388,6 +388,7 @@ class Decoder:
             pos      2 | 3 4
             prefix   3 | 3 3
         """
+        num_waiting = self.scheduler.num_waiting()
         feeds = []  # per row: its positions
         num_real = []  # per row: how many of them are tokens of its text
         for row, sequence in zip(range(len(self.cache.lengths))[rows], sequences):
@@ -396,7 +397,7 @@ class Decoder:
             if sequence:
                 for pos in range(self.cache.lengths[row], len(sequence.text)):
                     real.append((sequence.text[pos], pos, pos + 1))
-                after_text = self.feed_after_text(sequence, row)
+                after_text = self.feed_after_text(sequence, row, num_waiting)
             feeds.append(real + after_text)
             num_real.append(len(real))
 
@@ -425,11 +426,11 @@ class Decoder:
         self.cache.commit([real + guesses for real, (_, _, guesses) in zip(num_real, decisions)])
         return news
 
-    def feed_after_text(self, sequence: Sequence, row: int) -> list[Fed]:
+    def feed_after_text(self, sequence: Sequence, row: int, num_waiting: int) -> list[Fed]:
         """What the method feeds. If its tau fails, the sequence ends, with the error."""
         room = self.cache.room(row, len(sequence.text))
         try:
-            return self.method.feed(sequence, room, self.scheduler.num_waiting())
+            return self.method.feed(sequence, room, num_waiting)
         except Exception as error:  # a tau function may fail in any way; the other rows go on
             sequence.error = error
             sequence.done = True
