@@ -34,6 +34,7 @@ from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
 from plumbing.files import check_shapes, has_model, save
 from plumbing.jsonl import JsonlFile
+from plumbing.packing import round_up
 from plumbing.processes import arithmetic_in
 from plumbing.signals import exit_on_sigterm
 from train import (
@@ -42,7 +43,6 @@ from train import (
     forward_inputs,
     hidden_states,
     learning_rate,
-    positions_with_target,
 )
 
 PENALTY = 10  # how much more a clean token's change counts than a mask's
@@ -145,22 +145,26 @@ def losses(model: Qwen2, base: Qwen2, inputs: ForwardInput) -> tuple[Tensor, Ten
     a response. The second is KL(base || model).
     """
 
-    def of_positions(hidden: Tensor, base_hidden: Tensor, target: Tensor) -> Tensor:
+    def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(model.logits(hidden), target, reduction="none")
+
+    def divergence(hidden: Tensor, base_hidden: Tensor) -> Tensor:
         said = model.logits(hidden).log_softmax(-1)
         expected = base.logits(base_hidden).log_softmax(-1)
         gap = (expected - said).nan_to_num()  # of the mask, which neither ever says: inf - inf
-        cross_entropy = -said.gather(-1, target[:, None])[:, 0]
-        return torch.stack([cross_entropy, (expected.exp() * gap).sum(-1)], dim=-1)
+        return (expected.exp() * gap).sum(-1)
 
-    at = positions_with_target(inputs)
-    hidden = hidden_states(model, inputs)[at]
+    hidden = hidden_states(model, inputs)
+    at_masks = (is_mask(inputs) & (inputs.noisy_weight > 0)).nonzero(as_tuple=True)
+    noisy = model.in_chunks(cross_entropy, hidden[at_masks], inputs.target[at_masks])
+    factors = expected_weights(noisy, inputs, at_masks, model.config.block)
+    at_clean = inputs.clean_weight.nonzero(as_tuple=True)
+    width = round_up(int(at_clean[1].max()) + 1, 32)  # a row begins with its clean stream
     with torch.no_grad():
-        base_hidden = hidden_states(base, inputs)[at]
-    pairs = model.in_chunks(of_positions, hidden, base_hidden, inputs.target[at])
-    cross_entropy, divergence = pairs.unbind(-1)
-    weight = torch.where(is_mask(inputs), inputs.noisy_weight, 0)[at]
-    weight = weight * expected_weights(cross_entropy, inputs, at, model.config.block)
-    return (cross_entropy * weight).sum(), (divergence * inputs.clean_weight[at]).sum()
+        base_hidden = hidden_states(base, ForwardInput(*(each[:, :width] for each in inputs)))
+    changed = model.in_chunks(divergence, hidden[at_clean], base_hidden[at_clean])
+    noisy_loss = (noisy * inputs.noisy_weight[at_masks] * factors).sum()
+    return noisy_loss, (changed * inputs.clean_weight[at_clean]).sum()
 
 
 def train_left(
