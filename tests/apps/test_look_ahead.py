@@ -33,7 +33,8 @@ def test_free_directions_are_those_of_ridge_regression():
         best, _ = free_directions(clean, masks, rank=2)
         at_masks, at_clean = (best @ moments @ best.T for moments in (masks, clean + ridge))
         assert torch.allclose(at_masks + PENALTY * at_clean, torch.eye(2).double())
-        assert torch.allclose(best, right[:2]) and at_masks[0, 0] > at_masks[1, 1]
+        assert torch.allclose(best.T @ best, right[:2].T @ right[:2])
+        assert at_masks[0, 0] > at_masks[1, 1]
 
 
 def two_streams(rng: random.Random, model, count=3) -> train.ForwardInput:

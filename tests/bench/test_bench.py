@@ -10,7 +10,7 @@ from commands import command, is_refused, number, tables
 from common import ROOT
 
 import train
-from bench import common, quality
+from bench import common, depth, quality
 from decode import Options, generate
 from model import load
 from plumbing.data import Example
@@ -313,3 +313,24 @@ def test_the_table_of_training_steps(monkeypatch):
     [table] = tables(out)
     assert status == 0 and list(table) == ["SFT, 2", "MARS, 2", "SFT, 3", "MARS, 3"]
     assert seen == {(None, 2 * 63), (4, 2 * 94), (None, 3 * 63), (4, 3 * 94)}
+
+
+# ------------------------------------------------------------------------------------- depth
+
+
+def test_tokens_per_forward_of_a_part():
+    """A forward belongs to the part of its first token; what repeats an earlier part counts."""
+    tokens = [*range(251), *range(150), *range(300, 399)]
+    answer = SimpleNamespace(tokens=tokens, accepted=[2] * 124 + [3] + [5] * 49 + [4])
+    assert depth.part_of([answer], 0) == "2.01 (0%)"
+    repeated = 145 / 245  # of the 6-grams that begin at 250 to 494
+    assert depth.part_of([answer], 250) == f"{249 / 50:.2f} ({repeated:.0%})"
+    assert depth.part_of([answer], 500) == ""
+
+
+def test_a_prompt_of_so_many_tokens():
+    _, chat = load(str(ROOT / "toy/mars"))
+    problems = common.read_problems(ROOT / "toy/test.jsonl", 20)
+    empty, short, long = (depth.make_prompt(chat, problems, n) for n in (0, 40, 400))
+    assert len(short) - len(empty) in range(35, 45) and len(long) - len(empty) in range(390, 410)
+    assert problems[0]["prompt"] in chat.decode(long)
