@@ -8,12 +8,15 @@
 An answer is right if its last number is the problem's. Prompts without answers will do, too.
 "tokens/forward" is of all tokens over all forwards, "median" that of the middle answer. An answer
 repeats itself if at least 10 % of its 6-grams of tokens occurred before in it; such answers are
-easy to guess, so "without" is tokens per forward of the others.
+easy to guess, so "without" has both figures for the others.
+
+With --against, other columns say how much more accurate each way is than that model at tau 1. All
+intervals are bootstraps over the problems, 95 %.
 
 Nats are the mean of -log p of an answer's tokens, one token ahead, under the model itself: how
 unlikely the model finds what it was made to say. (Greedy text at tau 1 is what it finds likely.) If
 all rows have a `response`, as training data do, a line says how well the model predicts these, and,
-with --against, how much worse than another model. (The interval is a bootstrap over the rows.)
+with --against, how much worse than the other model.
 
 Where an answer parts from that of tau 1 and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
@@ -44,7 +47,7 @@ TIE = 1e-4
 TAUS = [1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
 NATS = [0, 0.05, 0.1, 0.2, 0.5, 1]  # taus of the metric entropy
 GRAM = 6  # tokens
-COLUMNS = ["accuracy", "nats/token", "tokens/forward", "median", "repeat themselves", "without"]
+COLUMNS = ["nats/token", "tokens/forward", "median", "repeat themselves", "without"]
 COLUMNS += ["positions/forward", "same as tau 1", "parted at a tie", "different"]
 
 
@@ -100,6 +103,25 @@ def given_responses(model: Qwen2, chat: Chat, problems: list[dict]) -> list[Exam
         raise UserError(f"a response in --data: {error}") from None
 
 
+def mean_and_interval(gains: list[float], weights: list[int]) -> tuple[float, float, float]:
+    """All gains over all weights, and its 95 % interval."""
+    pairs = torch.tensor([gains, weights], dtype=torch.float64)
+    drawn = torch.randint(len(gains), (10_000, len(gains)), generator=torch.manual_seed(0))
+    gain, weight = pairs[:, drawn].sum(-1)
+    low, high = (gain / weight).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return sum(gains) / sum(weights), low, high
+
+
+def accuracies(right: list[bool], rivals: list[list[bool]]) -> list[str]:
+    """In percent the answers that are right, and how many points more than those of each rival."""
+    cells = [f"{sum(right) / len(right):.1%}"]
+    for others in rivals:
+        gains = [mine - other for mine, other in zip(right, others)]
+        more = [100 * share for share in mean_and_interval(gains, [1] * len(gains))]
+        cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*more))
+    return cells
+
+
 def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> str:
     """How well the model predicts given responses, and how much worse than another."""
     nats, is_best = zip(*(predict(model, each.tokens, each.prompt_length) for each in examples))
@@ -109,12 +131,8 @@ def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> st
     if other is None:
         return text
     others = [predict(other, each.tokens, each.prompt_length)[0] for each in examples]
-    gained = torch.tensor([(n.sum() - o.sum()).item() for n, o in zip(nats, others)])
-    lengths = torch.tensor([len(n) for n in nats])
-    drawn = torch.randint(len(nats), (10_000, len(nats)), generator=torch.manual_seed(0))  # rows
-    means = gained[drawn].sum(1) / lengths[drawn].sum(1)
-    low, high = means.quantile(torch.tensor([0.025, 0.975])).tolist()
-    more = (gained.sum() / lengths.sum()).item()
+    gained = [(n.sum() - o.sum()).item() for n, o in zip(nats, others)]
+    more, low, high = mean_and_interval(gained, [len(n) for n in nats])
     return f"{text}; {more:+.3f} nats/token (95 %: {low:+.3f} to {high:+.3f})"
 
 
@@ -148,18 +166,21 @@ def gaps_at_parting(
     return gaps
 
 
-def figures(model: Qwen2, answers: list[Sequence], accuracy: str, gaps: list[float]) -> list[str]:
+def median_per_forward(answers: list[Sequence]) -> float:
+    return statistics.median(len(answer.tokens) / answer.forwards for answer in answers)
+
+
+def figures(model: Qwen2, answers: list[Sequence], gaps: list[float]) -> list[str]:
     """The cells of COLUMNS."""
     others = [answer for answer in answers if not repeats_itself(answer.tokens)]
     without = ""
     if others:
-        without = f"{common.tokens_per_forward(others):.2f}"
+        without = f"{common.tokens_per_forward(others):.2f}, {median_per_forward(others):.2f}"
     num_ties = sum(gap <= TIE for gap in gaps)
     return [
-        accuracy,
         f"{nats_per_token(model, answers):.3f}",
         f"{common.tokens_per_forward(answers):.2f}",
-        f"{statistics.median(len(each.tokens) / each.forwards for each in answers):.2f}",
+        f"{median_per_forward(answers):.2f}",
         f"{1 - len(others) / len(answers):.1%}",
         without,
         f"{common.positions_per_forward(answers):.1f}",
@@ -175,7 +196,7 @@ def main() -> None:
     common.add_rows(parser, default=32)
     common.add_taus(parser, TAUS)
     parser.add_options(Options, without=("tau", "block", "verify", "max_new"))
-    parser.add_argument("--against", metavar="MODEL", help="another model to predict responses")
+    parser.add_argument("--against", metavar="MODEL", help="another model to compare with")
     args = parser.parse_args()
     ways = common.ways_to_decode(args, NATS if args.metric == "entropy" else TAUS)
     one_token = {"tau": 1.0, "verify": False, "metric": "probability", "block_cache": None}
@@ -188,21 +209,32 @@ def main() -> None:
     given = given_responses(model, chat, problems)
     other = None
     if args.against:
-        if not given:
-            raise UserError("--against compares predictions: --data must have a response per row")
+        if not given and "answer" not in problems[0]:
+            raise UserError("--against needs rows with an answer each, or a response each")
         other, _ = load(args.against, model.device, model.dtype)
     expected = decode(model, prompts, args.rows, plain, "tau 1")
+    columns, rivals = list(COLUMNS), []
+    has_answers = "answer" in problems[0]
+    if has_answers:
+        columns = ["accuracy", "points more than tau 1", *COLUMNS]
+        rivals = [common.are_right(chat, expected, problems)]
+    if has_answers and other:
+        columns.insert(2, f"than {args.against}")
+        others = decode(other, prompts, args.rows, plain, args.against)
+        rivals.append(common.are_right(chat, others, problems))
     rows, all_gaps = [], []
     for label, options in ways.items():
         answers = expected
         if options != plain:
             answers = decode(model, prompts, args.rows, options, label)
         gaps = gaps_at_parting(model, expected, answers, options)
-        accuracy = common.accuracy(chat, answers, problems)
-        rows.append([label, *figures(model, answers, accuracy, gaps)])
+        cells = figures(model, answers, gaps)
+        if has_answers:
+            cells = accuracies(common.are_right(chat, answers, problems), rivals) + cells
+        rows.append([label, *cells])
         all_gaps += gaps
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
-    print(common.table(["", *COLUMNS], rows))
+    print(common.table(["", *columns], rows))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
     if args.verify and all_gaps:

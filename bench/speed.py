@@ -110,7 +110,8 @@ class Theirs:
 
 
 def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict[str, Way]:
-    ours = functools.partial(Ours, model, rows, longest, compile=args.compile)
+    options = {"compile": args.compile, "temperature": args.temperature}
+    ours = functools.partial(Ours, model, rows, longest, **options)
     ways = {}
     if args.transformers:
         theirs = Theirs(model)
@@ -258,6 +259,7 @@ def parse_arguments():
     add("--widths", action="store_true", help="what a forward of more positions costs")
     add("--training", action="store_true", help="a step of --rows examples, next to SFT")
     add("--tau", type=number(float, 0), default=0.95, help="of MARS")
+    add("--temperature", type=number(float, 0), default=0.0, help="of ours; 0 is greedy")
     add("--compile", action="store_true", help="torch.compile ours")
     add("--rounds", type=number(int, 1), default=5, help="how often all settings run in turn")
     add("--shape", choices=common.SHAPES, help="random weights in this shape")

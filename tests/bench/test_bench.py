@@ -20,8 +20,8 @@ TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
 
 
 def cells(table: dict, row: str) -> dict[str, str]:
-    """A row of bench.quality's table by its columns."""
-    return dict(zip(quality.COLUMNS, table[row], strict=True))
+    """A row of bench.quality's table by its columns, for problems with answers."""
+    return dict(zip(["accuracy", "than tau 1", *quality.COLUMNS], table[row], strict=True))
 
 
 def same_as_tau_1(table: dict, row: str) -> list[str]:
@@ -102,7 +102,8 @@ def test_the_table_over_tau():
     [table] = tables(out)
     one, several = cells(table, "tau 1"), cells(table, "tau 0.9")
     assert status == 0 and number(one["accuracy"]) > 80
-    assert one["tokens/forward"] == one["without"] == "1.00"
+    assert one["than tau 1"] == "+0.0 (+0.0 to +0.0)"
+    assert one["tokens/forward"] == "1.00" and one["without"] == "1.00, 1.00"
     assert one["positions/forward"] == "1.0"
     assert same_as_tau_1(table, "tau 1") == ["12", "0", "0"]
     assert float(several["tokens/forward"]) > 2
@@ -125,11 +126,11 @@ def test_tokens_per_forward_of_answers_without_repetition(monkeypatch):
     answers = []
     for tokens, forwards in texts:
         answers.append(SimpleNamespace(tokens=tokens, forwards=forwards, widths=[1] * forwards))
-    found = dict(zip(quality.COLUMNS, quality.figures(None, answers, "", gaps=[]), strict=True))
+    found = dict(zip(quality.COLUMNS, quality.figures(None, answers, gaps=[]), strict=True))
     assert found["tokens/forward"] == "5.18"  # 57 / 11
     assert found["median"] == "3.00"  # of 10, 2 and 3
     assert found["repeat themselves"] == "33.3%"
-    assert found["without"] == "2.43"  # 17 / 7
+    assert found["without"] == "2.43, 2.50"  # 17 / 7
 
 
 def test_nats_are_the_cross_entropy_of_transformers():
@@ -166,7 +167,7 @@ def test_how_well_given_responses_are_predicted(tmp_path):
     assert is_refused(done, "a response in --data: an empty response")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
     done = command("bench.quality", "--data", tmp_path / "data.jsonl", "--against", "toy/mars")
-    assert is_refused(done, "--against compares predictions: --data must have a response")
+    assert is_refused(done, "--against needs rows with an answer each, or a response each")
 
 
 def test_predictions_against_those_of_another_model():
@@ -185,6 +186,21 @@ def test_predictions_against_those_of_another_model():
     *ends, mean = more
     expected = f"{mean:+.3f} nats/token (95 %: {min(ends):+.3f} to {max(ends):+.3f})"
     assert mean > 0 and text.endswith(expected)
+
+
+def test_accuracy_against_that_of_another():
+    """Of three problems two more are right, or one is and one no longer."""
+    rivals = [[False, True, False], [True, True, True]]
+    assert quality.accuracies([True, True, True], rivals)[0::2] == ["100.0%", "+0.0 (+0.0 to +0.0)"]
+    mean, low, high = quality.mean_and_interval([1, 0, -1, 1] * 100, [1] * 400)
+    deviation = (11 / 16 / 400) ** 0.5  # of a mean of 400 draws
+    assert mean == 0.25 and low == pytest.approx(0.25 - 1.96 * deviation, abs=0.01)
+    assert high == pytest.approx(0.25 + 1.96 * deviation, abs=0.01)
+    words = (*TOY, "--limit", 12, "--tau", 0.5, "--against", ROOT / "toy/sft")
+    status, out, _ = command("bench.quality", *words)
+    [table] = tables(out)
+    assert status == 0 and "points more than tau 1 |" in out and "than " in out
+    assert len(table["tau 0.5"]) == 3 + len(quality.COLUMNS)
 
 
 def test_verified_answers_are_those_of_tau_1():
