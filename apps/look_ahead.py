@@ -103,8 +103,8 @@ def free_directions(clean: Tensor, masks: Tensor, rank: int) -> tuple[Tensor, Te
     PENALTY) at clean tokens, s largest first. With the second result, (m, K), change @ second is
     the `left` of a change (n, m) of the matrix, less of it where s is small.
     """
-    ridge = 0.01 * clean.diagonal().median()  # inputs that are always 0 have no variance
-    clean = clean + ridge * torch.eye(len(clean), device=clean.device)
+    variance = clean.diagonal()  # of some inputs a million times that of others, of some 0
+    clean = clean + 0.01 * (variance + variance.median()).diag()  # so that it can be inverted
     whiten = torch.linalg.inv(torch.linalg.cholesky(clean))
     # All eigenvectors (eigh) of a 0.5B's largest matrices would take a quarter of an hour.
     vectors, ratios, _ = torch.svd_lowrank(whiten @ masks @ whiten.T, min(2 * rank, len(masks)), 8)
