@@ -16,7 +16,7 @@ step() {  # a command that fails does not stop the others
     if [ ! -e "$file" ]; then
         "$@" > "$file.part" 2> "$work/errors" && mv "$file.part" "$file"
     fi
-    cat "$file" || { printf '(failed)\n\n'; tail -n 5 "$work/errors"; }
+    cat "$file" 2> /dev/null || { printf '(failed)\n\n'; tail -n 5 "$work/errors"; }
 }
 answers() {  # output, prompts, options
     [ -e "$1" ] || { python -m apps.batch "${@:2}" --tau 1 --rows 16 --max-new 128 > "$1.part" && mv "$1.part" "$1"; }
@@ -50,16 +50,16 @@ speed --training --shape 0.5B --rows 2 --max-new 256 --rounds 2
 real_model() {  # directory, what it was before the training
     local model="--model $1 --dtype bfloat16" before="--model $2 --dtype bfloat16" name=$work/${1//\//-}
     for kind in gsm8k ifeval bbh plain; do
-        local data=bench/data/$kind/test.jsonl
-        head -n 40 $data > $work/$kind.jsonl
+        head -n 40 bench/data/$kind/test.jsonl > $work/$kind.jsonl
         quality $model --data $work/$kind.jsonl --max-new 128 --verify --rows 1
         quality $model --data $work/$kind.jsonl --max-new 128 --verify --rows 8
-        # How far the training moved it: its predictions of what the model before it answered.
-        answers $name-$kind-greedy.jsonl $work/$kind.jsonl $before
-        answers $name-$kind-drawn.jsonl $work/$kind.jsonl $before --temperature 0.7
-        for answers in greedy drawn; do
-            quality $model --data $name-$kind-$answers.jsonl --against $2 --tau 1 --max-new 1
-        done
+    done
+    # How far the training moved it: its predictions of what the model before it answered.
+    cat $work/{gsm8k,ifeval,bbh,plain}.jsonl > $work/prompts.jsonl
+    answers $name-greedy.jsonl $work/prompts.jsonl $before
+    answers $name-drawn.jsonl $work/prompts.jsonl $before --temperature 0.7
+    for answers in greedy drawn; do
+        quality $model --data $name-$answers.jsonl --against $2 --tau 1 --max-new 1
     done
     for each in "$model" "$before"; do  # how many answers repeat themselves
         quality $each --data bench/data/plain/test.jsonl --tau 1 --max-new 192 --rows 16
