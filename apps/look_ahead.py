@@ -47,7 +47,7 @@ from train import (
 
 PENALTY = 10  # how much more a clean token's change counts than a mask's
 WEIGHT = 8  # of the divergence from the base
-NUM_MEASURED = 120  # examples from which the directions are found
+NUM_MEASURED = 60  # examples from which the directions are found
 GRAM = 6  # tokens
 
 # ------------------------------------------------------------------------------------- directions
@@ -105,11 +105,14 @@ def free_directions(clean: Tensor, masks: Tensor, rank: int) -> tuple[Tensor, Te
     """
     variance = clean.diagonal()  # of some inputs a million times that of others, of some 0
     clean = clean + 0.01 * (variance + variance.median()).diag()  # so that it can be inverted
-    whiten = torch.linalg.inv(torch.linalg.cholesky(clean))
+    root = torch.linalg.cholesky(clean)  # clean = root @ root.T
+    half = torch.linalg.solve_triangular(root, masks, upper=False)
+    relative = torch.linalg.solve_triangular(root, half.T, upper=False)  # root⁻¹ masks root⁻ᵀ
     # All eigenvectors (eigh) of a 0.5B's largest matrices would take a quarter of an hour.
-    vectors, ratios, _ = torch.svd_lowrank(whiten @ masks @ whiten.T, min(2 * rank, len(masks)), 8)
+    vectors, ratios, _ = torch.svd_lowrank(relative, min(2 * rank, len(masks)), 8)
     ratios = ratios[:rank]
-    right = vectors[:, :rank].T @ whiten / (ratios + PENALTY).sqrt()[:, None]
+    vectors = vectors[:, :rank] / (ratios + PENALTY).sqrt()
+    right = torch.linalg.solve_triangular(root.T, vectors, upper=True).T
     return right, clean @ right.T * ratios
 
 
