@@ -49,6 +49,7 @@ PENALTY = 10  # how much more a clean token's change counts than a mask's
 WEIGHT = 8  # of the divergence from the base
 NUM_MEASURED = 60  # examples from which the directions are found
 GRAM = 6  # tokens
+REPORT = 10  # steps
 
 # ------------------------------------------------------------------------------------- directions
 
@@ -180,6 +181,7 @@ def train_left(
     autocast = arithmetic_in(model.dtype, model.device)
     without_masks = replace(model.config, block=None)
     batches = zip(data.steps(args.batch), hold.steps(args.batch))
+    sums = torch.zeros(2, device=model.device)
     for step in tqdm(range(args.steps), unit="step", disable=None):
         own, drawn = (batch.examples for batch in next(batches))
         loops = [example for example in own if repeats_itself(example)]
@@ -190,11 +192,17 @@ def train_left(
             with autocast:
                 noisy, divergence = losses(model, base, inputs.to(model.device))
             (noisy + WEIGHT * divergence).backward()
+            sums += torch.stack([noisy, divergence / 2]).detach()  # of two kinds of examples
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args.lr, (step + 0.5) / args.steps, warmup=0.1)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if (step + 1) % REPORT == 0:
+            noisy, divergence = (sums / REPORT).tolist()
+            sums.zero_()
+            drift = f"the clean stream is {divergence:.3f} nats from the base"
+            tqdm.write(f"step {step + 1}: masks' loss {noisy:.2f}; {drift}")
 
 
 def learn(base: Qwen2, model: Qwen2, start: Qwen2, chat: Chat, args) -> dict[str, Tensor]:
