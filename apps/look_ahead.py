@@ -1,6 +1,6 @@
 """Teach a model to look ahead in its own words, and to go on saying what it said before.
 
-    python -m apps.look_ahead --model BASE --data own.jsonl --hold drawn.jsonl --out OUT
+    python -m apps.look_ahead --model BASE --data own.jsonl --drawn drawn.jsonl --out OUT
 
 own.jsonl holds greedy answers of BASE, to learn to look ahead in, and drawn.jsonl answers that were
 drawn at a temperature. docs/real-model.md makes both, and shows what this gains.
@@ -28,14 +28,13 @@ from tqdm import tqdm
 
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number, path
-from plumbing.chat import Chat
 from plumbing.config import config_json
-from plumbing.data import Dataset, Example
+from plumbing.data import Dataset, reasons, share_repeated
 from plumbing.errors import UserError, run_main
 from plumbing.files import check_shapes, has_model, save
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import round_up
-from plumbing.processes import arithmetic_in
+from plumbing.processes import arithmetic_in, say
 from plumbing.signals import exit_on_sigterm
 from train import (
     ForwardInput,
@@ -48,7 +47,6 @@ from train import (
 PENALTY = 10  # how much more a clean token's change counts than a mask's
 WEIGHT = 8  # of the divergence from the base
 NUM_MEASURED = 60  # examples from which the directions are found
-GRAM = 6  # tokens
 REPORT = 10  # steps
 
 # ------------------------------------------------------------------------------------- directions
@@ -75,42 +73,47 @@ def is_mask(inputs: ForwardInput) -> Tensor:
 def second_moments(model: Qwen2, some: list[ForwardInput]) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each matrix's input x the mean of x xᵀ over clean tokens, and over masks: (m, m) each."""
     moments = {}
-    is_real = {}  # of the forward that runs: which positions are clean tokens, which masks
+    counts = {"clean": 0, "masks": 0}
+    kinds = {}  # of the forward that runs: where the positions of each kind are
 
     def add(name: str, x: Tensor) -> None:
-        for kind, positions in is_real.items():
+        for kind, positions in kinds.items():
             picked = x[positions].float()
-            total, count = moments.get((name, kind), (0, 0))
-            moments[name, kind] = (total + picked.T @ picked, count + len(picked))
+            if (name, kind) not in moments:
+                moments[name, kind] = picked.new_zeros(x.size(-1), x.size(-1))
+            moments[name, kind].addmm_(picked.T, picked)
 
     hooks = []
     for name, linear in matrices(model):
         hooks.append(linear.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0])))
     for inputs in some:
         inputs = inputs.to(model.device)
-        is_real["mask"] = is_mask(inputs)
-        is_real["clean"] = ~is_mask(inputs) & (inputs.doc >= 0)
+        kinds["masks"] = is_mask(inputs)
+        kinds["clean"] = ~is_mask(inputs) & (inputs.doc >= 0)
+        for kind, positions in kinds.items():
+            counts[kind] += positions.sum().item()
         hidden_states(model, inputs)
     for hook in hooks:
         hook.remove()
-    means = {key: total / count for key, (total, count) in moments.items()}
-    return {name: (means[name, "clean"], means[name, "mask"]) for name, _ in matrices(model)}
+    for (_, kind), total in moments.items():
+        total /= max(1, counts[kind])  # in place: a 0.5B has 5 GiB of them
+    return {name: (moments[name, "clean"], moments[name, "masks"]) for name, _ in matrices(model)}
 
 
 def free_directions(clean: Tensor, masks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """`right` (K, m), from the second moments of a matrix's input; and how a change gets there.
 
     Along a row v of the first result, (v x)² has the mean s / (s + PENALTY) at masks and 1 / (s +
-    PENALTY) at clean tokens, s largest first. With the second result, (m, K), change @ second is
-    the `left` of a change (n, m) of the matrix, less of it where s is small.
+    PENALTY) at clean tokens (made a little larger), s largest first. With the second result, (m,
+    K), change @ second is the `left` of a change (n, m) of the matrix, less of it where s is small.
     """
-    variance = clean.diagonal()  # of some inputs a million times that of others, of some 0
-    clean = clean + 0.01 * (variance + variance.median()).diag()  # so that it can be inverted
+    squares = clean.diagonal()  # of some inputs a million times those of others, of some 0
+    clean = clean + 0.01 * (squares + squares.median()).diag()  # so that it has a root
     root = torch.linalg.cholesky(clean)  # clean = root @ root.T
     half = torch.linalg.solve_triangular(root, masks, upper=False)
     relative = torch.linalg.solve_triangular(root, half.T, upper=False)  # root⁻¹ masks root⁻ᵀ
     # All eigenvectors (eigh) of a 0.5B's largest matrices would take a quarter of an hour.
-    vectors, ratios, _ = torch.svd_lowrank(relative, min(2 * rank, len(masks)), 8)
+    vectors, ratios, _ = torch.svd_lowrank(relative, q=min(2 * rank, len(masks)), niter=8)
     ratios = ratios[:rank]
     vectors = vectors[:, :rank] / (ratios + PENALTY).sqrt()
     right = torch.linalg.solve_triangular(root.T, vectors, upper=True).T
@@ -136,13 +139,6 @@ def restrict(model: Qwen2, start: Qwen2, some: list[ForwardInput], rank: int) ->
 # --------------------------------------------------------------------------------------- training
 
 
-def repeats_itself(example: Example) -> bool:
-    """Nothing is to be learnt from looking ahead in a loop."""
-    tokens = example.tokens[example.prompt_length :]
-    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
-    return len(set(grams)) < 0.8 * len(grams)
-
-
 def losses(model: Qwen2, base: Qwen2, inputs: ForwardInput) -> tuple[Tensor, Tensor]:
     """Two weighted sums: the masks' cross-entropy; how far the clean stream is from the base.
 
@@ -154,13 +150,14 @@ def losses(model: Qwen2, base: Qwen2, inputs: ForwardInput) -> tuple[Tensor, Ten
         return F.cross_entropy(model.logits(hidden), target, reduction="none")
 
     def divergence(hidden: Tensor, base_hidden: Tensor) -> Tensor:
-        said = model.logits(hidden).log_softmax(-1)
-        expected = base.logits(base_hidden).log_softmax(-1)
-        gap = (expected - said).nan_to_num()  # of the mask, which neither ever says: inf - inf
-        return (expected.exp() * gap).sum(-1)
+        log_probs = model.logits(hidden).log_softmax(-1)
+        base_log_probs = base.logits(base_hidden).log_softmax(-1)
+        gaps = base_log_probs - log_probs
+        gaps = gaps.masked_fill(base_log_probs.isneginf(), 0)  # the mask's, which neither says
+        return (base_log_probs.exp() * gaps).sum(-1)
 
     hidden = hidden_states(model, inputs)
-    at_masks = (is_mask(inputs) & (inputs.noisy_weight > 0)).nonzero(as_tuple=True)
+    at_masks = is_mask(inputs).nonzero(as_tuple=True)
     noisy = model.in_chunks(cross_entropy, hidden[at_masks], inputs.target[at_masks])
     factors = expected_weights(noisy, inputs, at_masks, model.config.block)
     at_clean = inputs.clean_weight.nonzero(as_tuple=True)
@@ -173,69 +170,73 @@ def losses(model: Qwen2, base: Qwen2, inputs: ForwardInput) -> tuple[Tensor, Ten
 
 
 def train_left(
-    model: Qwen2, base: Qwen2, row: nn.Parameter, data: Dataset, hold: Dataset, args
+    model: Qwen2, base: Qwen2, row: nn.Parameter, own: Dataset, drawn: Dataset, args
 ) -> None:
     """Train the mask's row (D,), and `left` of every matrix."""
     parameters = [row, *(each.left for each in model.modules() if isinstance(each, Along))]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
     autocast = arithmetic_in(model.dtype, model.device)
     without_masks = replace(model.config, block=None)
-    batches = zip(data.steps(args.batch), hold.steps(args.batch))
-    sums = torch.zeros(2, device=model.device)
+    batches = zip(own.steps(args.batch), drawn.steps(args.batch))
+    sums = torch.zeros(2, 2)  # of the two losses, and of the weights in them
     for step in tqdm(range(args.steps), unit="step", disable=None):
-        own, drawn = (batch.examples for batch in next(batches))
-        loops = [example for example in own if repeats_itself(example)]
-        others = [example for example in own if not repeats_itself(example)]
+        batch, drawn_batch = next(batches)
+        # There is nothing to learn from looking ahead in a loop.
+        loops = [each for each in batch.examples if share_repeated(each.response) > 0.2]
+        others = [each for each in batch.examples if each not in loops]
         all_inputs = forward_inputs(others, model.config, args)
-        all_inputs += forward_inputs(loops + drawn, without_masks, args)
+        all_inputs += forward_inputs(loops + drawn_batch.examples, without_masks, args)
         for inputs in all_inputs:
             with autocast:
                 noisy, divergence = losses(model, base, inputs.to(model.device))
             (noisy + WEIGHT * divergence).backward()
-            sums += torch.stack([noisy, divergence / 2]).detach()  # of two kinds of examples
+            weights = inputs.noisy_weight[is_mask(inputs)].sum(), inputs.clean_weight.sum()
+            sums += torch.tensor([[noisy.item(), divergence.item()], weights])
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args.lr, (step + 0.5) / args.steps, warmup=0.1)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        if not norm.isfinite():
+            raise UserError(f"step {step + 1}: the gradient is not finite; try a smaller --lr")
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % REPORT == 0:
-            noisy, divergence = (sums / REPORT).tolist()
+        if step % REPORT == 0:
+            noisy, divergence = (sums[0] / sums[1]).tolist()
+            say(f"step {step + 1}: masks' loss {noisy:.2f}, {divergence:.4f} nats from the base")
             sums.zero_()
-            drift = f"the clean stream is {divergence:.3f} nats from the base"
-            tqdm.write(f"step {step + 1}: masks' loss {noisy:.2f}; {drift}")
 
 
-def learn(base: Qwen2, model: Qwen2, start: Qwen2, chat: Chat, args) -> dict[str, Tensor]:
+def learn(
+    base: Qwen2, model: Qwen2, start: Qwen2, own: Dataset, drawn: Dataset, args
+) -> dict[str, Tensor]:
     """The weights of `base` once it has learnt to look ahead; `model` is a copy of it."""
-    mask_id = chat.mask_id
-    ends = base.config.eos_token_id
-    data, hold = (
-        Dataset(JsonlFile(file), chat, ends[0], args.block, args.max_length, args.seed, 0, ends)
-        for file in (args.data, args.hold)
-    )
-    some = next(data.steps(NUM_MEASURED)).examples
-    restrict(model, start, forward_inputs(some, model.config, args), args.rank)
-    embedding = model.model.embed_tokens
-    row = nn.Parameter(start.model.embed_tokens.weight[mask_id].float())
-    embedding.register_forward_hook(
+    mask_id = base.config.mask_token_id
+    some = forward_inputs(next(own.steps(NUM_MEASURED)).examples, model.config, args)
+    if not any(is_mask(inputs).any() for inputs in some):
+        raise UserError(f"{args.data}: no response of more than one token")
+    restrict(model, start, some, args.rank)
+    row = nn.Parameter(start.model.embed_tokens.weight[mask_id].float().clone())
+    model.model.embed_tokens.register_forward_hook(
         lambda _, tokens, x: torch.where((tokens[0] == mask_id)[..., None], row.to(x.dtype), x)
     )
-    train_left(model, base, row, data, hold, args)
+    train_left(model, base, row, own, drawn, args)
     weights = {name: weight.float() for name, weight in base.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, Along):
-            weights[name + ".weight"] += (module.left @ module.right).detach()
-    weights["model.embed_tokens.weight"][mask_id] = row.detach()
-    return weights
+            change = (module.left @ module.right).detach()
+            weights[name + ".weight"] = weights[name + ".weight"] + change
+    embedding = weights["model.embed_tokens.weight"].clone()
+    embedding[mask_id] = row.detach()
+    return weights | {"model.embed_tokens.weight": embedding}
 
 
 def main() -> None:
     parser = Parser("Teach a model to look ahead, and to go on saying what it said before.")
     parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "the base: a directory or hub id")
+    parser.add_template_option()
     add = parser.add_argument
     add("--out", type=path, required=True, help="the directory to write")
     add("--data", type=path, required=True, help="the base's greedy answers, as JSONL")
-    add("--hold", type=path, required=True, help="answers drawn from it at a temperature")
+    add("--drawn", type=path, required=True, help="answers drawn from it at a temperature")
     add("--start", help="a training of the base to begin with (default: the base)")
     add("--steps", type=number(int, 1), default=240, help="number of steps")
     add("--batch", type=number(int, 1), default=2, help="examples of each file in a step")
@@ -250,15 +251,29 @@ def main() -> None:
     torch.manual_seed(args.seed)  # of svd_lowrank
     if has_model(args.out):
         raise UserError(f"{args.out}: has a model; choose another directory")
+    files = JsonlFile(args.data), JsonlFile(args.drawn)
     device, dtype = find_device(args.device, args.dtype)
     base, chat = load(args.model, device, dtype)
     model, _ = load(args.model, device, dtype)
-    start, _ = load(args.start or args.model, device, dtype)
-    for each in (base, model, start):
-        each.config.block = args.block
-    check_shapes(Path(args.start or args.model), base.state_dict(), start.state_dict())
-    weights = learn(base, model, start, chat, args)
+    start = base
+    if args.start:
+        start, _ = load(args.start, device, dtype)
+        check_shapes(Path(args.start), base.state_dict(), start.state_dict())
+    if args.max_length > base.config.max_position_embeddings:
+        positions = base.config.max_position_embeddings
+        raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
+    base.config.block = model.config.block = args.block
+    chat.template_options = dict(args.template_option)
+    ends = base.config.eos_token_id
+    # Each has its own order, or a step would have two answers to the same question.
+    own, drawn = (
+        Dataset(file, chat, ends[0], args.block, args.max_length, args.seed + i, 0, ends)
+        for i, file in enumerate(files)
+    )
+    weights = learn(base, model, start, own, drawn, args)
     save(args.out, config_json(base.config), chat, weights)
+    if own.skipped or drawn.skipped:
+        say(f"skipped rows: {reasons(own.skipped + drawn.skipped)}")
 
 
 if __name__ == "__main__":

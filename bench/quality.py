@@ -39,14 +39,13 @@ from decode import Decoder, Options, Sequence
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
-from plumbing.data import Example, Unusable, encode
+from plumbing.data import Example, Unusable, encode, share_repeated
 from plumbing.errors import UserError, run_main
 from plumbing.sampling import dice
 
 TIE = 1e-4
 TAUS = [1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
 NATS = [0, 0.05, 0.1, 0.2, 0.5, 1]  # taus of the metric entropy
-GRAM = 6  # tokens
 COLUMNS = ["nats/token", "tokens/forward", "median", "repeat themselves", "without"]
 COLUMNS += ["positions/forward", "same as tau 1", "parted at a tie", "different"]
 
@@ -65,10 +64,7 @@ def decode(
 
 
 def repeats_itself(tokens: list[int]) -> bool:
-    """Did at least a tenth of its 6-grams occur before?"""
-    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
-    num_repeated = len(grams) - len(set(grams))
-    return num_repeated > 0 and num_repeated >= 0.1 * len(grams)
+    return share_repeated(tokens) >= 0.1
 
 
 @torch.inference_mode()

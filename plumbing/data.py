@@ -28,6 +28,10 @@ class Example:
         """How many tokens are to be predicted."""
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def response(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
 
 def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ...] = ()) -> Example:
     """The last assistant turn is the response, everything before it the prompt, as in the paper.
@@ -82,6 +86,12 @@ def usable_messages(row: dict) -> list[dict]:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise Unusable("content that is not text, or no role")
     return messages
+
+
+def share_repeated(tokens: list[int], size: int = 6) -> float:
+    """Of the sequences of `size` tokens the share that occurred before."""
+    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return (len(grams) - len(set(grams))) / max(1, len(grams))
 
 
 def shuffled(count: int, *key: object) -> array:

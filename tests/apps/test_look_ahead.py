@@ -117,7 +117,7 @@ def test_it_learns_to_look_ahead_and_says_what_it_said(answers, tmp_path):
     """The mask's row and a few directions change, and nothing else; a second run goes on."""
     words = ["--model", ROOT / "toy/sft", "--data", answers / "own.jsonl"]
     words += [
-        "--hold",
+        "--drawn",
         answers / "drawn.jsonl",
         "--rank",
         16,
