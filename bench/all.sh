@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every figure of the pages that was measured on a CPU, trainings and their results aside; prints Markdown. About three
-# hours on a machine that does nothing else. What has run at this commit is not run again: if it stops, start it anew.
-# SmolLM2 is in it if `apps.smollm2` wrote smollm2/model, and smollm2/original with --unpatched; a Qwen2.5 likewise.
+# hours on a machine that does nothing else. What has run at this commit is not run again: if it stops, start it anew
+# (with other models, empty bench/work first).
+# SmolLM2 is in it if `apps.smollm2` wrote smollm2/model, and smollm2/original with --unpatched.
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/all.sh > experiments/results/cpu.md
 set -uo pipefail
@@ -13,10 +14,14 @@ step() {  # a command that fails does not stop the others
     local file
     file=$work/$(sha1sum <<< "$*" | cut -c 1-12)
     printf '\n## `%s`\n\n' "$*"
-    if [ ! -e "$file" ]; then
-        "$@" > "$file.part" 2> "$work/errors" && mv "$file.part" "$file"
+    if [ ! -e "$file" ] && ! "$@" > "$file.part" 2> "$work/errors"; then
+        cat "$file.part"
+        printf '\n(failed)\n\n'
+        tail -n 5 "$work/errors"
+        return
     fi
-    cat "$file" 2> /dev/null || { printf '(failed)\n\n'; tail -n 5 "$work/errors"; }
+    [ -e "$file" ] || mv "$file.part" "$file"
+    cat "$file"
 }
 answers() {  # output, prompts, options
     [ -e "$1" ] || { python -m apps.batch "${@:2}" --tau 1 --rows 16 --max-new 128 > "$1.part" && mv "$1.part" "$1"; }
@@ -58,8 +63,8 @@ real_model() {  # directory, what it was before the training
     cat $work/{gsm8k,ifeval,bbh,plain}.jsonl > $work/prompts.jsonl
     answers $name-greedy.jsonl $work/prompts.jsonl $before
     answers $name-drawn.jsonl $work/prompts.jsonl $before --temperature 0.7
-    for answers in greedy drawn; do
-        quality $model --data $name-$answers.jsonl --against $2 --tau 1 --max-new 1
+    for kind in greedy drawn; do
+        quality $model --data $name-$kind.jsonl --against $2 --tau 1 --max-new 1
     done
     for each in "$model" "$before"; do  # how many answers repeat themselves
         quality $each --data bench/data/plain/test.jsonl --tau 1 --max-new 192 --rows 16

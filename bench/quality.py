@@ -10,8 +10,9 @@ An answer is right if its last number is the problem's. Prompts without answers 
 repeats itself if at least 10 % of its 6-grams of tokens occurred before in it; such answers are
 easy to guess, so "without" has both figures for the others.
 
-With --against, other columns say how much more accurate each way is than that model at tau 1. All
-intervals are bootstraps over the problems, 95 %.
+Two columns say how many points more accurate a way is than tau 1 and, with --against, than another
+model at tau 1. Intervals are bootstraps over the problems, 95 %: where no answer becomes right or
+wrong, they have no width.
 
 Nats are the mean of -log p of an answer's tokens, one token ahead, under the model itself: how
 unlikely the model finds what it was made to say. (Greedy text at tau 1 is what it finds likely.) If
@@ -112,7 +113,7 @@ def accuracies(right: list[bool], rivals: list[list[bool]]) -> list[str]:
     """In percent the answers that are right, and how many points more than those of each rival."""
     cells = [f"{sum(right) / len(right):.1%}"]
     for others in rivals:
-        gains = [mine - other for mine, other in zip(right, others)]
+        gains = [int(mine) - int(other) for mine, other in zip(right, others)]
         more = [100 * share for share in mean_and_interval(gains, [1] * len(gains))]
         cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*more))
     return cells
@@ -203,19 +204,21 @@ def main() -> None:
     model, chat = load(args.model, *find_device(args.device, args.dtype))
     prompts = common.encode(chat, problems)
     given = given_responses(model, chat, problems)
+    has_answers = "answer" in problems[0]
     other = None
     if args.against:
-        if not given and "answer" not in problems[0]:
+        if not given and not has_answers:
             raise UserError("--against needs rows with an answer each, or a response each")
-        other, _ = load(args.against, model.device, model.dtype)
+        other, other_chat = load(args.against, model.device, model.dtype)
+        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+            raise UserError(f"{args.against}: has another tokenizer than {args.model}")
     expected = decode(model, prompts, args.rows, plain, "tau 1")
     columns, rivals = list(COLUMNS), []
-    has_answers = "answer" in problems[0]
     if has_answers:
         columns = ["accuracy", "points more than tau 1", *COLUMNS]
         rivals = [common.are_right(chat, expected, problems)]
     if has_answers and other:
-        columns.insert(2, f"than {args.against}")
+        columns.insert(2, f"points more than {args.against}")
         others = decode(other, prompts, args.rows, plain, args.against)
         rivals.append(common.are_right(chat, others, problems))
     rows, all_gaps = [], []

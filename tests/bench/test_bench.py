@@ -189,9 +189,10 @@ def test_predictions_against_those_of_another_model():
 
 
 def test_accuracy_against_that_of_another():
-    """Of three problems two more are right, or one is and one no longer."""
-    rivals = [[False, True, False], [True, True, True]]
-    assert quality.accuracies([True, True, True], rivals)[0::2] == ["100.0%", "+0.0 (+0.0 to +0.0)"]
+    """Two more of three are right; and one is, another no longer."""
+    rivals = [[False, False, False], [True, False, True]]
+    expected = ["66.7%", "+66.7 (+0.0 to +100.0)", "+0.0 (-100.0 to +100.0)"]
+    assert quality.accuracies([True, True, False], rivals) == expected
     mean, low, high = quality.mean_and_interval([1, 0, -1, 1] * 100, [1] * 400)
     deviation = (11 / 16 / 400) ** 0.5  # of a mean of 400 draws
     assert mean == 0.25 and low == pytest.approx(0.25 - 1.96 * deviation, abs=0.01)
@@ -199,7 +200,7 @@ def test_accuracy_against_that_of_another():
     words = (*TOY, "--limit", 12, "--tau", 0.5, "--against", ROOT / "toy/sft")
     status, out, _ = command("bench.quality", *words)
     [table] = tables(out)
-    assert status == 0 and "points more than tau 1 |" in out and "than " in out
+    assert status == 0 and f"points more than tau 1 | points more than {ROOT / 'toy/sft'} |" in out
     assert len(table["tau 0.5"]) == 3 + len(quality.COLUMNS)
 
 
