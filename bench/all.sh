@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every figure of the pages that was measured on a CPU, trainings and their results aside; prints Markdown. About three
-# hours on a machine that does nothing else. What has run at this commit is not run again: if it stops, start it anew
-# (with other models, empty bench/work first).
+# The figures of the pages that are measured on a CPU, trainings and their results aside; prints Markdown. Takes hours, on a
+# machine that does nothing else. What has run at this commit is not run again: if it stops, start it anew (with other
+# models, empty bench/work first).
 # SmolLM2 is in it if `apps.smollm2` wrote smollm2/model, and smollm2/original with --unpatched.
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/all.sh > experiments/results/cpu.md

@@ -14,10 +14,10 @@ from decode import Sequence
 from model import load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
+from plumbing.data import six_grams
 from plumbing.errors import UserError, run_main
 
 PART = 250  # tokens of an answer
-GRAM = 6  # tokens
 REQUEST = "\n\nGo on: write more such problems, each with its solution."
 
 
@@ -43,7 +43,7 @@ def part_of(answers: list[Sequence], start: int) -> str:
             if place in range(start, start + PART):
                 accepted.append(count)
             place += count
-        grams = [tuple(answer.tokens[i : i + GRAM]) for i in range(len(answer.tokens) - GRAM + 1)]
+        grams = six_grams(answer.tokens)
         before = set(grams[:start])
         part = grams[start : start + PART]
         num_grams += len(part)

@@ -100,10 +100,19 @@ def given_responses(model: Qwen2, chat: Chat, problems: list[dict]) -> list[Exam
         raise UserError(f"a response in --data: {error}") from None
 
 
+def load_other(name: str, model: Qwen2, chat: Chat) -> Qwen2:
+    """A model to compare with, which must read token ids as the first one does."""
+    other, other_chat = load(name, model.device, model.dtype)
+    if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+        raise UserError(f"--against {name}: has another tokenizer than --model")
+    return other
+
+
 def mean_and_interval(gains: list[float], weights: list[int]) -> tuple[float, float, float]:
     """All gains over all weights, and its 95 % interval."""
     pairs = torch.tensor([gains, weights], dtype=torch.float64)
-    drawn = torch.randint(len(gains), (10_000, len(gains)), generator=torch.manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(gains), (10_000, len(gains)), generator=generator)  # rows
     gain, weight = pairs[:, drawn].sum(-1)
     low, high = (gain / weight).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
     return sum(gains) / sum(weights), low, high
@@ -209,9 +218,7 @@ def main() -> None:
     if args.against:
         if not given and not has_answers:
             raise UserError("--against needs rows with an answer each, or a response each")
-        other, other_chat = load(args.against, model.device, model.dtype)
-        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
-            raise UserError(f"{args.against}: has another tokenizer than {args.model}")
+        other = load_other(args.against, model, chat)
     expected = decode(model, prompts, args.rows, plain, "tau 1")
     columns, rivals = list(COLUMNS), []
     if has_answers:

@@ -88,9 +88,14 @@ def usable_messages(row: dict) -> list[dict]:
     return messages
 
 
-def share_repeated(tokens: list[int], size: int = 6) -> float:
-    """Of the sequences of `size` tokens the share that occurred before."""
-    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+def six_grams(tokens: list[int]) -> list[tuple[int, ...]]:
+    """Every six tokens that stand together, in their order."""
+    return [tuple(tokens[i : i + 6]) for i in range(len(tokens) - 5)]
+
+
+def share_repeated(tokens: list[int]) -> float:
+    """Of the 6-grams of tokens the share that occurred before."""
+    grams = six_grams(tokens)
     return (len(grams) - len(set(grams))) / max(1, len(grams))
 
 

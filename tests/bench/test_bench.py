@@ -1,6 +1,7 @@
 """The benchmarks: the columns that do not depend on the machine, and one line for bad input."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +203,14 @@ def test_accuracy_against_that_of_another():
     [table] = tables(out)
     assert status == 0 and f"points more than tau 1 | points more than {ROOT / 'toy/sft'} |" in out
     assert len(table["tau 0.5"]) == 3 + len(quality.COLUMNS)
+
+
+def test_another_tokenizer_would_read_other_text(tmp_path):
+    shutil.copytree(ROOT / "toy/sft", tmp_path / "other")
+    tokenizer = tmp_path / "other/tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|other|>"))
+    done = command("bench.quality", *TOY, "--against", tmp_path / "other")
+    assert is_refused(done, "other: has another tokenizer than --model")
 
 
 def test_verified_answers_are_those_of_tau_1():
