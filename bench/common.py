@@ -16,7 +16,7 @@ from decode import Options, Sequence
 from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number, path
 from plumbing.chat import Chat
-from plumbing.data import with_prompt
+from plumbing.data import Unusable, usable_messages
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile
 
@@ -25,14 +25,17 @@ TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks a
 
 
 def read_problems(file: Path, limit: int | None = None) -> list[dict]:
-    """The first `limit` rows of a JSONL file: a `prompt` (in GSM8K a `question`) and its `answer`.
+    """The first `limit` rows of a JSONL file, each with the `messages` that ask, and its `answer`.
 
-    The answer is a number, or a text whose last number counts. Either all rows have one or none.
+    In the file it may be a `prompt`, in GSM8K a `question`. The answer is a number, or a text whose
+    last number counts. Either all rows have one or none.
     """
-    problems = [with_prompt(row) for row in list(JsonlFile(file))[:limit]]
+    problems = list(JsonlFile(file))[:limit]
     for line, problem in enumerate(problems, 1):
-        if not isinstance(problem.get("prompt"), str):
-            raise UserError(f"{file}: row {line} lacks a prompt")
+        try:
+            problem["messages"] = usable_messages(problem | {"response": "?"})[:-1]
+        except Unusable as error:
+            raise UserError(f"{file}: row {line}: {error}") from None
         if ("answer" in problem) != ("answer" in problems[0]):
             raise UserError(f"{file}: row {line}: either all rows must have an answer or none")
         if "answer" in problem and last_number(str(problem["answer"])) is None:
@@ -41,9 +44,8 @@ def read_problems(file: Path, limit: int | None = None) -> list[dict]:
 
 
 def encode(chat: Chat, problems: list[dict]) -> list[list[int]]:
-    """Token ids of each problem as the user's turn."""
-    turns = [[{"role": "user", "content": problem["prompt"]}] for problem in problems]
-    return [chat.encode(chat.prompt(turn)) for turn in turns]
+    """Token ids of each problem."""
+    return [chat.encode(chat.prompt(problem["messages"])) for problem in problems]
 
 
 def last_number(text: str) -> float | None:

@@ -22,7 +22,8 @@ REQUEST = "\n\nGo on: write more such problems, each with its solution."
 
 
 def make_prompt(chat: Chat, problems: list[dict], num_tokens: int) -> list[int]:
-    solved = "\n\n".join(f"{row['prompt']}\n{row.get('answer', '')}" for row in problems)
+    asked = [row["messages"][-1]["content"] for row in problems]
+    solved = "\n\n".join(f"{text}\n{row.get('answer', '')}" for text, row in zip(asked, problems))
     tokens = chat.encode(solved)
     if len(tokens) < num_tokens:
         raise UserError(f"--prompt {num_tokens}: all problems together have {len(tokens)} tokens")

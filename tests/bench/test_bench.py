@@ -14,6 +14,7 @@ import train
 from bench import common, depth, quality
 from decode import Options, generate
 from model import load
+from plumbing.chat import Chat
 from plumbing.data import Example
 from plumbing.sampling import dice
 
@@ -55,15 +56,29 @@ def test_the_last_number_of_an_answer_counts():
 def test_problems_as_their_authors_publish_them():
     """GSM8K has a question and worked steps; IFEval's prompts have no answers."""
     [first, *_] = common.read_problems(ROOT / "bench/data/gsm8k/test.jsonl")
-    assert first["prompt"].startswith("Janet") and common.last_number(first["answer"]) == 18
+    [question] = first["messages"]
+    assert question["content"].startswith("Janet") and common.last_number(first["answer"]) == 18
     prompts = common.read_problems(ROOT / "bench/data/ifeval/test.jsonl", limit=2)
     assert len(prompts) == 2 and common.accuracy(None, [], prompts) == ""
+
+
+def test_a_conversation_as_a_problem(tmp_path):
+    """With its system message, up to what the assistant is to say."""
+    chat = Chat(ROOT / "toy/mars")
+    system, user, reply = (
+        {"role": role, "content": text}
+        for role, text in [("system", "Be brief."), ("user", "Name a fruit."), ("assistant", "A")]
+    )
+    row = json.dumps({"messages": [system, user, reply]})
+    (tmp_path / "data.jsonl").write_text(row)
+    [tokens] = common.encode(chat, common.read_problems(tmp_path / "data.jsonl"))
+    assert tokens == chat.encode(chat.prompt([system, user]))
 
 
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([{"answer": "1"}], "row 1 lacks a prompt"),
+        ([{"answer": "1"}], "row 1: neither messages nor prompt"),
         ([{"prompt": "a", "answer": "many"}], "row 1: the answer is not a number: many"),
         ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: either all rows must have an"),
     ],
@@ -359,4 +374,4 @@ def test_a_prompt_of_so_many_tokens():
     problems = common.read_problems(ROOT / "toy/test.jsonl", 20)
     empty, short, long = (depth.make_prompt(chat, problems, n) for n in (0, 40, 400))
     assert len(short) - len(empty) in range(35, 45) and len(long) - len(empty) in range(390, 410)
-    assert problems[0]["prompt"] in chat.decode(long)
+    assert problems[0]["messages"][0]["content"] in chat.decode(long)
