@@ -2,7 +2,7 @@
 # The figures of the pages that are measured on a CPU, trainings and their results aside; prints Markdown. Takes hours, on a
 # machine that does nothing else. What has run at this commit is not run again: if it stops, start it anew (with other
 # models, empty bench/work first).
-# SmolLM2 is in it if `apps.smollm2` wrote smollm2/model, and smollm2/original with --unpatched.
+# A real model is in it if smollm2/ (or qwen2.5/) has `model` and `original`; the README there makes them.
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/all.sh > experiments/results/cpu.md
 set -uo pipefail
@@ -48,16 +48,15 @@ speed --training --rows 32 --max-new 80
 
 echo "# Random weights in the shape of Qwen2.5-0.5B"
 for dtype in float32 bfloat16; do
-    speed --transformers --widths --shape 0.5B --max-new 16 --rounds 9 --rows 1 8 --dtype $dtype
+    speed --widths --shape 0.5B --rounds 9 --dtype $dtype
 done
 speed --training --shape 0.5B --rows 2 --max-new 256 --rounds 2
 
 real_model() {  # directory, what it was before the training
     local model="--model $1 --dtype bfloat16" before="--model $2 --dtype bfloat16" name=$work/${1//\//-}
     for kind in gsm8k ifeval bbh plain; do
-        head -n 40 bench/data/$kind/test.jsonl > $work/$kind.jsonl
+        head -n 20 bench/data/$kind/test.jsonl > $work/$kind.jsonl
         quality $model --data $work/$kind.jsonl --max-new 128 --verify --rows 1
-        quality $model --data $work/$kind.jsonl --max-new 128 --verify --rows 8
     done
     # How far the training moved it: its predictions of what the model before it answered.
     cat $work/{gsm8k,ifeval,bbh,plain}.jsonl > $work/prompts.jsonl
@@ -67,13 +66,12 @@ real_model() {  # directory, what it was before the training
         quality $model --data $name-$kind.jsonl --against $2 --tau 1 --max-new 1
     done
     for each in "$model" "$before"; do  # how many answers repeat themselves
-        quality $each --data bench/data/plain/test.jsonl --tau 1 --max-new 192 --rows 16
+        quality $each --data bench/data/plain/test.jsonl --tau 1 --max-new 192
     done
-    for kind in gsm8k ifeval bbh; do
-        speed $model --data bench/data/$kind/test.jsonl --limit 4 --max-new 64 --transformers --rows 1 --rounds 9
-    done
-    speed $model --data bench/data/gsm8k/test.jsonl --limit 8 --max-new 64 --transformers --rows 8 --rounds 3
-    speed $model --data bench/data/gsm8k/test.jsonl --limit 4 --max-new 64 --lossless --temperature 1 --rows 1
+    local asked="--data bench/data/gsm8k/test.jsonl --max-new 64"
+    speed $model $asked --limit 4 --transformers --rows 1 --rounds 9
+    speed $model $asked --limit 8 --transformers --rows 8 --rounds 3
+    speed $model $asked --limit 4 --lossless --temperature 1 --rows 1
     depth $model --verify
 }
 
