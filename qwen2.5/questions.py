@@ -1,21 +1,26 @@
-"""Print questions to train a model on, as JSONL: what to write for functions of Python's library.
+"""Print 350 questions to train a Qwen2.5-Coder on, as JSONL: numbers, code and plain talk.
 
-    python qwen2.5/questions.py > code.jsonl
+    python qwen2.5/questions.py GSM8K_TRAIN IFEVAL > questions.jsonl
 
-Each is the signature and the docstring of a function in the standard library of the Python that
-runs this. Python 3.11 has 1,221.
+The two files are the training set of GSM8K and IFEval's input_data.jsonl, as their authors publish
+them. What to code is the signature and the docstring of a function in the standard library of the
+Python that runs this; Python 3.11 has 1,221.
 """
 
 import ast
 import json
+import random
+import sys
 import sysconfig
 import warnings
 from pathlib import Path
 
 SIZES = range(60, 800)  # characters: less says too little, more is a manual
+BRIEF = "Solve the problem in two or three sentences. End with the answer as a number."
+BENCH = Path(__file__).parent.parent / "bench/data"
 
 
-def questions(source: str) -> list[str]:
+def functions(source: str) -> list[str]:
     """Of every public function with a docstring at the top of a module."""
     result = []
     for node in ast.parse(source).body:
@@ -27,7 +32,7 @@ def questions(source: str) -> list[str]:
     return result
 
 
-def main() -> None:
+def standard_library() -> list[str]:
     warnings.simplefilter("ignore")  # old sources have escapes such as "\d"
     found = []
     folder = Path(sysconfig.get_path("stdlib"))
@@ -35,12 +40,30 @@ def main() -> None:
         if "site-packages" in path.parts or "test" in path.parts:
             continue
         try:
-            found += questions(path.read_text(encoding="utf-8"))
+            found += functions(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeError):  # examples of wrong code
             continue
-    for question in dict.fromkeys(found):  # each once
-        print(json.dumps({"prompt": question}))
+    return list(dict.fromkeys(found))  # each once
+
+
+def read(file: Path | str, field: str) -> list[str]:
+    return [json.loads(line)[field] for line in Path(file).read_text("utf-8").splitlines()]
+
+
+def main(gsm8k: str, ifeval: str) -> None:
+    measured = read(BENCH / "ifeval/test.jsonl", "prompt")
+    others = [prompt for prompt in read(ifeval, "prompt") if prompt not in measured]
+    random.seed(1)
+    numbers = random.sample(read(gsm8k, "question"), 140)
+    plain = random.sample(read(BENCH / "plain/train.jsonl", "prompt"), 80)
+    plain += random.sample(standard_library(), 100) + random.sample(others, 30)
+    system = {"role": "system", "content": BRIEF}
+    asked = [[system, {"role": "user", "content": text}] for text in numbers]
+    asked += [[{"role": "user", "content": text}] for text in plain]
+    random.shuffle(asked)
+    for messages in asked:
+        print(json.dumps({"messages": messages}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

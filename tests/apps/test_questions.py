@@ -26,6 +26,6 @@ def test_a_question_is_a_signature_and_a_docstring():
     spec = importlib.util.spec_from_file_location("questions", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    [question] = module.questions(SOURCE)
+    [question] = module.functions(SOURCE)
     assert "def area(width: float, height=1.0):" in question and "squared" in question
     assert "return width" not in question
