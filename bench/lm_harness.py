@@ -4,9 +4,10 @@
     python -m bench.lm_harness --tasks toy gsm8k --limit 50
 
 The first command prints the paper's six tasks. The second needs no network: `toy` is the bundled
-word problems, and `gsm8k` is gsm8k_cot on the questions in bench/data. Settings are the paper's:
-the chat template, no examples in the prompt (BBH has three), up to 256 new tokens, greedy. The rest
-of a task is the harness's own.
+word problems; `gsm8k` is gsm8k_cot, and `ifeval_bundled` is ifeval, on the questions in bench/data.
+(Only the last 25 of ifeval's need the network, for nltk's punkt_tab.) Settings are the paper's: the
+chat template, no examples in the prompt (BBH has three), up to 256 new tokens, greedy. The rest of
+a task is the harness's own.
 
 A stop string ends an answer where the string begins. As in one-token decoding, its tokens count up
 to the one that completes it; later tokens of the same forward do not.
@@ -54,8 +55,10 @@ PAPER = list(METRICS)
 BUNDLED = {  # the task that is run on other problems, and where these are
     "toy": (Path(__file__).with_name("toy.yaml"), common.TOY / "test.jsonl"),
     "gsm8k": ("gsm8k_cot", common.ROOT / "bench/data/gsm8k/test.jsonl"),
+    "ifeval_bundled": ("ifeval", common.ROOT / "bench/data/ifeval/test.jsonl"),
 }
-METRICS |= {"toy": "exact_match,last-number", "gsm8k": METRICS["gsm8k_cot"]}
+METRICS |= {"toy": "exact_match,last-number"}
+METRICS |= {"gsm8k": METRICS["gsm8k_cot"], "ifeval_bundled": METRICS["ifeval"]}
 TAUS = [1, 0.95]
 
 # ------------------------------------------------------------------------------ the harness's model
@@ -156,6 +159,7 @@ def find_task(name: str, folder: Path) -> str:
         "task": name,
         "dataset_path": "json",
         "dataset_name": None,
+        "test_split": "test",
         "dataset_kwargs": {"data_files": {"test": str(problems.resolve())}},
     }
     written = folder / f"{name}.yaml"
@@ -196,7 +200,7 @@ def parse_arguments():
         default=PAPER,
         choices=METRICS,
         metavar="TASK",
-        help="also: toy, gsm8k",
+        help="also: toy, gsm8k, ifeval_bundled",
     )
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")

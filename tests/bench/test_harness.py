@@ -51,6 +51,17 @@ def test_bundled_tasks_end_to_end(monkeypatch, capsys):
     assert said[-1][0] == lm.chat.prompt([{"role": "user", "content": row["prompt"]}])
 
 
+def test_bundled_ifeval_judges_by_its_own_rules(monkeypatch, capsys):
+    """Without the network: neither the data set nor nltk's tables are fetched."""
+    words = ["--tasks", "ifeval_bundled", "--limit", 4, "--max-new", 24, "--tau", 1]
+    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words), "--device", "cpu"])
+    text = "this is an english answer without a capital letter"
+    monkeypatch.setattr(Mars, "generate_until", lambda lm, requests: [text] * len(requests))
+    lm_harness.main()
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tau")]
+    assert "50.0%" in row, "two of the first four ask for small letters only"
+
+
 def test_stop_strings_cut_text_and_tokens_alike(lm):
     question = "Mia has 5 bags with 12 plums in each. How many plums are there in the end?"
     context = lm.apply_chat_template([{"role": "user", "content": question}])
