@@ -199,7 +199,7 @@ def train_left(
             raise UserError(f"step {step + 1}: the gradient is not finite; try a smaller --lr")
         optimizer.step()
         optimizer.zero_grad()
-        if step % REPORT == 0:
+        if (step + 1) % REPORT == 0:
             noisy, divergence = (sums[0] / sums[1]).tolist()
             say(f"step {step + 1}: masks' loss {noisy:.2f}, {divergence:.4f} nats from the base")
             sums.zero_()
@@ -267,7 +267,16 @@ def main() -> None:
     ends = base.config.eos_token_id
     # Each has its own order, or a step would have two answers to the same question.
     own, drawn = (
-        Dataset(file, chat, ends[0], args.block, args.max_length, args.seed + i, 0, ends)
+        Dataset(
+            file,
+            chat,
+            eos=ends[0],
+            phases=args.block,
+            max_length=args.max_length,
+            seed=args.seed + i,
+            num_held_out=0,
+            ends=ends,
+        )
         for i, file in enumerate(files)
     )
     weights = learn(base, model, start, own, drawn, args)

@@ -2,7 +2,7 @@
 # The figures of the pages that are measured on a CPU, trainings and their results aside; prints Markdown. Takes hours, on a
 # machine that does nothing else. What has run at this commit is not run again: if it stops, start it anew (with other
 # models, empty bench/work first).
-# A real model is in it if smollm2/ (or qwen2.5/) has `model` and `original`; the README there makes them.
+# SmolLM2 is in it if smollm2/ has `model` and `original` (smollm2/README.md makes them), and a Qwen2.5-Coder if qwen2.5/ has both.
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/all.sh > experiments/results/cpu.md
 set -uo pipefail

@@ -27,15 +27,20 @@ TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks a
 def read_problems(file: Path, limit: int | None = None) -> list[dict]:
     """The first `limit` rows of a JSONL file, each with the `messages` that ask, and its `answer`.
 
-    In the file it may be a `prompt`, in GSM8K a `question`. The answer is a number, or a text whose
-    last number counts. Either all rows have one or none.
+    A row has a `prompt`, a `question` (as in GSM8K) or `messages`, of which a last turn of the
+    assistant is left out. An answer is a number, or a text whose last number counts. Either all
+    rows have an answer or none.
     """
     problems = list(JsonlFile(file))[:limit]
     for line, problem in enumerate(problems, 1):
+        if not problem.keys() & {"prompt", "question", "messages"}:
+            raise UserError(f"{file}: row {line}: needs a prompt, a question or messages")
         try:
             problem["messages"] = usable_messages(problem | {"response": "?"})[:-1]
         except Unusable as error:
             raise UserError(f"{file}: row {line}: {error}") from None
+        if not problem["messages"]:
+            raise UserError(f"{file}: row {line}: nothing before the assistant's turn")
         if ("answer" in problem) != ("answer" in problems[0]):
             raise UserError(f"{file}: row {line}: either all rows must have an answer or none")
         if "answer" in problem and last_number(str(problem["answer"])) is None:

@@ -4,10 +4,11 @@
     python -m bench.lm_harness --tasks toy gsm8k --limit 50
 
 The first command prints the paper's six tasks. The second needs no network: `toy` is the bundled
-word problems; `gsm8k` is gsm8k_cot, and `ifeval_bundled` is ifeval, on the questions in bench/data.
-(Only the last 25 of ifeval's need the network, for nltk's punkt_tab.) Settings are the paper's: the
-chat template, no examples in the prompt (BBH has three), up to 256 new tokens, greedy. The rest of
-a task is the harness's own.
+word problems; in bench/data are 400 questions for `gsm8k`, which is gsm8k_cot, and 250 of ifeval's
+541 prompts for `ifeval_bundled`. (Without a network give it --limit 225: the last 25 are judged
+with nltk's punkt_tab, which is downloaded.) Settings are the paper's: the chat template, no
+examples in the prompt (BBH has three), up to 256 new tokens, greedy. The rest of a task is the
+harness's own.
 
 A stop string ends an answer where the string begins. As in one-token decoding, its tokens count up
 to the one that completes it; later tokens of the same forward do not.

@@ -47,8 +47,9 @@ from plumbing.sampling import dice
 TIE = 1e-4
 TAUS = [1, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
 NATS = [0, 0.05, 0.1, 0.2, 0.5, 1]  # taus of the metric entropy
+COUNTS = ["same as tau 1", "parted at a tie", "different"]
 COLUMNS = ["nats/token", "tokens/forward", "median", "repeat themselves", "without"]
-COLUMNS += ["positions/forward", "same as tau 1", "parted at a tie", "different"]
+COLUMNS += ["positions/forward", *COUNTS]
 
 
 def decode(
@@ -94,10 +95,13 @@ def given_responses(model: Qwen2, chat: Chat, problems: list[dict]) -> list[Exam
         return []
     eos = model.config.eos_token_id[0]
     positions = model.config.max_position_embeddings
-    try:
-        return [encode(problem, chat, eos, positions) for problem in problems]
-    except Unusable as error:
-        raise UserError(f"a response in --data: {error}") from None
+    examples = []
+    for line, problem in enumerate(problems, 1):
+        try:
+            examples.append(encode(problem, chat, eos, positions))
+        except Unusable as error:
+            raise UserError(f"--data: row {line}: {error}; leave the row out") from None
+    return examples
 
 
 def load_other(name: str, model: Qwen2, chat: Chat) -> Qwen2:
@@ -239,6 +243,9 @@ def main() -> None:
             cells = accuracies(common.are_right(chat, answers, problems), rivals) + cells
         rows.append([label, *cells])
         all_gaps += gaps
+    if has_answers and other:
+        cells = figures(other, others, [])[: -len(COUNTS)]
+        rows.append([args.against, *accuracies(rivals[1], rivals), *cells, *[""] * len(COUNTS)])
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
     print(common.table(["", *columns], rows))
     if given:

@@ -78,7 +78,8 @@ def test_a_conversation_as_a_problem(tmp_path):
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([{"answer": "1"}], "row 1: neither messages nor prompt"),
+        ([{"answer": "1"}], "row 1: needs a prompt, a question or"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], "nothing before the assistant's"),
         ([{"prompt": "a", "answer": "many"}], "row 1: the answer is not a number: many"),
         ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: either all rows must have an"),
     ],
@@ -180,7 +181,7 @@ def test_how_well_given_responses_are_predicted(tmp_path):
     assert quality.given_responses(model, chat, [row, {"prompt": "a"}]) == []
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": ""}')
     done = command("bench.quality", "--data", tmp_path / "data.jsonl")
-    assert is_refused(done, "a response in --data: an empty response")
+    assert is_refused(done, "--data: row 1: an empty response")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}')
     done = command("bench.quality", "--data", tmp_path / "data.jsonl", "--against", "toy/mars")
     assert is_refused(done, "--against needs rows with an answer each, or a response each")

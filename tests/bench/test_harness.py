@@ -52,7 +52,7 @@ def test_bundled_tasks_end_to_end(monkeypatch, capsys):
 
 
 def test_bundled_ifeval_judges_by_its_own_rules(monkeypatch, capsys):
-    """Without the network: neither the data set nor nltk's tables are fetched."""
+    """Without the network: the data set is bundled, and these prompts need no tables of nltk."""
     words = ["--tasks", "ifeval_bundled", "--limit", 4, "--max-new", 24, "--tau", 1]
     monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words), "--device", "cpu"])
     text = "this is an english answer without a capital letter"
