@@ -219,6 +219,10 @@ def test_accuracy_against_that_of_another():
     [table] = tables(out)
     assert status == 0 and f"points more than tau 1 | points more than {ROOT / 'toy/sft'} |" in out
     assert len(table["tau 0.5"]) == 3 + len(quality.COLUMNS)
+    _, alone, _ = command("bench.quality", "--model", ROOT / "toy/sft", "--limit", 12, "--tau", 1)
+    itself = cells(tables(alone)[0], "tau 1")
+    accuracy, *_, nats = table[str(ROOT / "toy/sft")][:4]
+    assert (accuracy, nats) == (itself["accuracy"], itself["nats/token"])
 
 
 def test_another_tokenizer_would_read_other_text(tmp_path):
