@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench.common import ROOT, are_right, encode
+from bench.common import ROOT, are_right
 from bench.quality import predict
 from decode import generate
 from experiments.paper import report
@@ -33,7 +33,7 @@ from experiments.paper.report import ENTROPY, MARGIN, ONE, OURS, PAPER
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
-from plumbing.data import encode as encode_row
+from plumbing.data import encode, encode_prompt
 from plumbing.errors import UserError, run_main
 from plumbing.files import atomic_write, write_json
 from toy.make import HARD_TEST_ROWS, hard_problem, split, write
@@ -196,7 +196,7 @@ def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
     decoded = {way: decode(model, chat, problems, way, arm.block) for way in arm.ways}
     eos = model.config.eos_token_id[0]
     length = model.config.max_position_embeddings
-    examples = [encode_row(row, chat, eos, length) for row in problems]
+    examples = [encode(row, chat, eos, length) for row in problems]
     nats = [predict(model, each.tokens, each.prompt_length)[0].sum().item() for each in examples]
     return {
         "decoded": decoded,
@@ -207,7 +207,7 @@ def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
 
 def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int) -> dict:
     """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
-    prompts = encode(chat, problems)
+    prompts = [encode_prompt(problem, chat) for problem in problems]
     if way == "diffusion":
         answers = [diffuse(model, prompt) for prompt in prompts]
     elif way == "jacobi":
