@@ -7,21 +7,18 @@ Every line is a prompt, or a JSON object with a `prompt`, a `question` or `messa
 for train.py.
 """
 
-import contextlib
 import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
 
 from tqdm import tqdm
 
-from decode import Decoder, Options, Sequence, check_tau, load_for_decoding
+from decode import Decoder, Options, Sequence, load_for_decoding
 from plumbing.arguments import Parser, number, path, read_options
 from plumbing.chat import Chat
 from plumbing.data import encode_prompt
-from plumbing.errors import UserError, run_main
+from plumbing.errors import naming, run_main
 from plumbing.jsonl import read_rows
 from plumbing.terminal import note, statistics
 
@@ -50,42 +47,26 @@ def answer_all(decoder: Decoder, requests: list[tuple[dict, Sequence]], chat: Ch
     note(f"{num_tokens} tokens: {figures}")
 
 
-@contextlib.contextmanager
-def naming(file: Path, line_number: int) -> Iterator[None]:
-    """An error gets the place of the prompt."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{file}:{line_number}: {error}") from None
-
-
 def main() -> None:
     parser = Parser("Answer a file of prompts, several at a time (MARS).")
     parser.add_argument("file", metavar="FILE", type=path, help="a prompt per line, or JSONL")
     parser.add_argument("--rows", type=number(int, 1), default=8, help="prompts at a time")
-    parser.add_argument("--tau-busy", type=number(float, 0), help="tau while prompts wait")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
     parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)
-    if args.tau_busy is not None:
-        if options.verify:
-            raise UserError("--verify takes no --tau-busy, for it checks every guess")
-        check_tau(args.tau_busy, options.metric)
-        usual = options.tau
-        options.tau = lambda waiting: args.tau_busy if waiting else usual
     rows = read_rows(args.file)
     model, chat = load_for_decoding(args)
     prompts = {}
     for line_number, row in rows.items():
-        with naming(args.file, line_number):
+        with naming(f"{args.file}:{line_number}"):
             prompts[line_number] = encode_prompt(row, chat)
     longest = max(map(len, prompts.values())) + options.max_new
     decoder = Decoder(model, options, min(args.rows, len(prompts)), longest)
     requests = []
     for line_number, row in rows.items():
-        with naming(args.file, line_number):
+        with naming(f"{args.file}:{line_number}"):
             sequence = decoder.add(prompts[line_number], tau=row.get("tau"))
         given = {key: row[key] for key in ("prompt", "messages") if row.get(key)}
         requests.append(({"id": row.get("id", line_number)} | given, sequence))

@@ -16,8 +16,8 @@ from decode import Options, Sequence
 from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number, path
 from plumbing.chat import Chat
-from plumbing.data import Unusable, usable_messages
-from plumbing.errors import UserError
+from plumbing.data import usable_messages
+from plumbing.errors import UserError, naming
 from plumbing.jsonl import JsonlFile
 
 ROOT = Path(__file__).parent.parent
@@ -35,10 +35,8 @@ def read_problems(file: Path, limit: int | None = None) -> list[dict]:
     for line, problem in enumerate(problems, 1):
         if not problem.keys() & {"prompt", "question", "messages"}:
             raise UserError(f"{file}: row {line}: needs a prompt, a question or messages")
-        try:
+        with naming(f"{file}: row {line}"):
             problem["messages"] = usable_messages(problem | {"response": "?"})[:-1]
-        except Unusable as error:
-            raise UserError(f"{file}: row {line}: {error}") from None
         if not problem["messages"]:
             raise UserError(f"{file}: row {line}: nothing before the assistant's turn")
         if ("answer" in problem) != ("answer" in problems[0]):
@@ -64,14 +62,6 @@ def are_right(chat: Chat, answers: list[Sequence], problems: list[dict]) -> list
     """Is the last number of each answer the problem's?"""
     found = [last_number(chat.decode(answer.tokens)) for answer in answers]
     return [one == last_number(str(row["answer"])) for one, row in zip(found, problems)]
-
-
-def accuracy(chat: Chat, answers: list[Sequence], problems: list[dict]) -> str:
-    """In percent, the answers that are right; "" if the problems have none."""
-    if "answer" not in problems[0]:
-        return ""
-    right = are_right(chat, answers, problems)
-    return f"{sum(right) / len(right):.1%}"
 
 
 def tokens_per_forward(answers: list[Sequence]) -> float:

@@ -40,8 +40,8 @@ from decode import Decoder, Options, Sequence
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
-from plumbing.data import Example, Unusable, encode, share_repeated
-from plumbing.errors import UserError, run_main
+from plumbing.data import Example, encode, share_repeated
+from plumbing.errors import UserError, naming, run_main
 from plumbing.sampling import dice
 
 TIE = 1e-4
@@ -97,10 +97,8 @@ def given_responses(model: Qwen2, chat: Chat, problems: list[dict]) -> list[Exam
     positions = model.config.max_position_embeddings
     examples = []
     for line, problem in enumerate(problems, 1):
-        try:
+        with naming(f"--data: row {line}"):
             examples.append(encode(problem, chat, eos, positions))
-        except Unusable as error:
-            raise UserError(f"--data: row {line}: {error}; leave the row out") from None
     return examples
 
 

@@ -175,11 +175,10 @@ def compare(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
                     *map(common.spread, ratios),
                     *per_forward,
                     f"{sum(same) / len(same):.1%}",
-                    common.accuracy(chat, answers[name], asked),
                 ]
             )
         head = [f"rows: {rows}", "tok/s", *(f"x {rival} (range)" for rival in rivals)]
-        head += ["tokens/forward", "positions/forward", f"text of {base}", "accuracy"]
+        head += ["tokens/forward", "positions/forward", f"text of {base}"]
         print(f"\n{common.table(head, lines)}", flush=True)
 
 

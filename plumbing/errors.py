@@ -27,6 +27,15 @@ def failure_as(message: str) -> Iterator[None]:
         raise UserError(f"{message} ({type(error).__name__}: {first_line(error)})") from None
 
 
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Put the place before the message of an error."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
 def run_main(main: Callable[[], None], out_of_memory="use smaller batches or fewer rows") -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
     for name in ("stdout", "stderr"):

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from bench.common import ROOT, are_right
-from bench.quality import predict
+from bench.quality import given_responses, predict
 from decode import generate
 from experiments.paper import report
 from experiments.paper.baselines import diffuse, jacobi
@@ -33,7 +33,7 @@ from experiments.paper.report import ENTROPY, MARGIN, ONE, OURS, PAPER
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
-from plumbing.data import encode, encode_prompt
+from plumbing.data import encode_prompt
 from plumbing.errors import UserError, run_main
 from plumbing.files import atomic_write, write_json
 from toy.make import HARD_TEST_ROWS, hard_problem, split, write
@@ -194,9 +194,7 @@ def measure(directory: Path, arm: Arm, plan: Plan) -> dict:
     problems = problems_of(plan)[0]
     model, chat = load(str(directory), *find_device("auto", None))
     decoded = {way: decode(model, chat, problems, way, arm.block) for way in arm.ways}
-    eos = model.config.eos_token_id[0]
-    length = model.config.max_position_embeddings
-    examples = [encode(row, chat, eos, length) for row in problems]
+    examples = given_responses(model, chat, problems)
     nats = [predict(model, each.tokens, each.prompt_length)[0].sum().item() for each in examples]
     return {
         "decoded": decoded,

@@ -207,13 +207,6 @@ def test_every_prompt_of_a_file_has_its_own_draws(answer):
     assert one == three and len({row["response"] for row in one}) > 1
 
 
-def test_tau_falls_while_prompts_wait(answer):
-    """--tau 1 --tau-busy .5, one row: all but the last answer several tokens at a time."""
-    *busy, calm = answer(3 * [PROMPT], "--rows", 1, "--tau", 1, "--tau-busy", 0.5)
-    assert calm["tokens"] == calm["forwards"]
-    assert all(row["tokens"] > 3 * row["forwards"] for row in busy)
-
-
 def test_answers_come_as_soon_as_those_before_are_done(answer, monkeypatch):
     """The first is slow, so the second waits for it; but nothing waits for the third."""
     begun = []
