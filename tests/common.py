@@ -57,9 +57,9 @@ def tiny_model(rng: random.Random, vocab_size: int = 8) -> Qwen2:
     return model
 
 
-def endless_model() -> Qwen2:
+def endless_model(rng: random.Random | None = None) -> Qwen2:
     """A tiny model whose answers end at max_new only: its end of turn is the mask."""
-    model = tiny_model(random.Random(3))
+    model = tiny_model(rng or random.Random(3))
     model.config.eos_token_id = (MASK,)
     return model
 

@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from common import BASE, save_model, tiny_model
-from training import plums
+from training import write
 
 from model import add_mask_token
 from plumbing.chat import Chat
@@ -36,8 +36,9 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """A small file to train on."""
-    return plums(tmp_path / "data.jsonl")
+    """A small file to train on: five different rows, too few to hold any out."""
+    rows = [{"prompt": "?", "response": f"12 plums and {i}"} for i in range(5)]
+    return write(tmp_path / "data.jsonl", rows).path
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import random
 from collections import deque
 
 import pytest
-from common import EOS, MASK, cases, endless_model, random_prompt, tiny_model
+from common import EOS, cases, endless_model, random_prompt, tiny_model
 from decoding import alone, by_hand, decode_each, outcome
 
 from decode import Decoder, Options, Sequence, generate
@@ -16,8 +16,12 @@ WAYS = [{}, {"block_cache": 4}, {"verify": True, "groups": 3}, {"temperature": 1
 BAD_REQUESTS = [
     ([2] * 45, {}, "45 tokens and up to 20 new ones exceed the 64"),
     ([2] * 300, {}, "300 tokens and up to 20 new ones exceed the 64"),
+    ([], {}, "must be a list of token ids below 8, at least one"),
+    ([2, 8], {}, "must be a list of token ids below 8, at least one"),
+    ([-1], {}, "must be a list of token ids"),
+    ("abc", {}, "must be a list of token ids"),
+    ([[1, 2]], {}, "must be a list of token ids"),
     ([5.0], {}, "must be a list of token ids"),
-    (["a"], {}, "must be a list of token ids"),
     ([2], {"max_new": 0}, "max_new 0: must be a whole number, at least 1"),
     ([2], {"max_new": float("nan")}, "max_new nan: must be a whole number"),
     ([2], {"max_new": "5"}, "max_new '5': must be a whole number"),
@@ -83,13 +87,6 @@ class Interrupted(deque):
         return sequence
 
 
-def endless(rng: random.Random):
-    """Texts end at max_new only."""
-    model = tiny_model(rng)
-    model.config.eos_token_id = (MASK,)
-    return model
-
-
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("moment", ["popleft", "__call__", "take", "commit"])
 def test_an_interrupted_step_loses_no_token(moment, way, monkeypatch):
@@ -100,7 +97,7 @@ def test_an_interrupted_step_loses_no_token(moment, way, monkeypatch):
     monkeypatch.setattr("decode.span_unit", lambda *_: 1)  # no room because of rounding
     for seed in cases(4, 40):
         rng = random.Random(seed)
-        model = endless(rng)
+        model = endless_model(rng)
         prompts = [random_prompt(rng, length) for length in (rng.randint(1, 24), 10, 56, 4)]
         decoder = Decoder(model, Options(**way), rows=2, longest=64)
         sequences = [decoder.add(each, max_new=min(40, 64 - len(each))) for each in prompts]
@@ -155,7 +152,7 @@ def test_a_tau_that_goes_wrong_midway_ends_its_own_sequence_only(nonsense, block
     """What came before stays; the row goes to the next prompt."""
     for seed in cases(4, 40):
         rng = random.Random(seed)
-        model = endless(rng)
+        model = endless_model(rng)
         options = {"tau": 0.3, "max_new": 20, "block_cache": block_cache}
         prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(5)]
         num_good = rng.randint(0, 2)
@@ -190,7 +187,7 @@ def test_cancelling(way):
     to the next. What waits and is cancelled costs no forward."""
     for seed in cases(4, 40):
         rng = random.Random(seed)
-        model = endless(rng)
+        model = endless_model(rng)
         options = {"max_new": 20} | way
         prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(6)]
         decoder = Decoder(model, Options(**options), rows=2, longest=40)

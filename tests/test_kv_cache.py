@@ -1,4 +1,4 @@
-"""The caches: the mask is the mask rule, their arithmetic and drawings, and what does not fit."""
+"""The cache: its mask is the mask rule, its arithmetic and drawing, and what does not fit."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import cases, tiny_model
 
-from kv_cache import BlockCache, KVCache
+from kv_cache import KVCache
 from model import visible
 
 
@@ -84,55 +84,14 @@ def test_the_drawing_by_hand():
     assert keys[1, 0, :, 0].tolist() == [0] * 6 + [1, 11, 12, 4, 5] + [0] * 53
 
 
-def block_cache(rows: int, size: int) -> BlockCache:
-    return BlockCache(
-        tiny_model(random.Random(0)).config, rows, 64, "cpu", torch.float64, size=size
-    )
-
-
-def test_the_drawing_of_the_block_cache_by_hand():
-    """A prompt of 6 tokens, N = 4: nothing of an answer is kept until its block is full."""
-    cache = block_cache(rows=1, size=4)
-    cache.begin(0, prompt_length=6)
-    cache.reserve(6 + 3)
-    cache.commit([6])
-    assert cache.lengths == [6] and cache.room(0, text_length=6) == 4
-
-    cache.reserve(1 + 3)  # a . . .
-    cache.commit([1])
-    assert cache.lengths == [6] and cache.room(0, 7) == 3
-
-    cache.reserve(3 + 1)  # a a a .
-    cache.commit([3])
-    assert cache.lengths == [6] and cache.room(0, 9) == 1
-
-    assert cache.rows_that_wait({0: 10}) == set()  # full, but alone
-    assert cache.room(0, 10) == 4  # the next forward keeps the block, and opens the next
-    cache.reserve(4 + 3)
-    cache.commit([4])
-    assert cache.lengths == [10]
-
-
-def test_a_full_block_waits_while_another_is_open():
-    cache = block_cache(rows=4, size=4)
-    for row, prompt_length in enumerate([6, 5, 1, 9]):
-        cache.begin(row, prompt_length=prompt_length)
-    assert cache.rows_that_wait({0: 10, 1: 7, 2: 9, 3: 13}) == {0, 2, 3}  # row 1 has 2 of 4 tokens
-    assert cache.rows_that_wait({0: 10, 1: 9, 2: 9, 3: 13}) == set()
-    assert cache.rows_that_wait({0: 10, 2: 2}) == {0}  # the others are done
-    assert cache.rows_that_wait({1: 7, 2: 2}) == set()
-
-
 def test_the_span_is_the_longest_row_rounded_up():
     """Few shapes for the kernels; a row that is not reserved does not count."""
     config = tiny_model(random.Random(0)).config
     cache = KVCache(config, 3, 300, "cpu", torch.float64)
-    cache.lengths = [60, 290, 10]
-    spans = {}
-    for rows in (slice(0, 1), slice(2, 3), slice(None)):
+    cache.lengths = [59, 290, 60]
+    for rows, span in ((slice(0, 1), 64), (slice(2, 3), 128), (slice(None), 300)):
         cache.reserve(5, rows)
-        spans[rows.start] = cache.span
-    assert spans == {0: 128, 2: 64, None: 300}
+        assert cache.span == span
 
 
 def test_the_cache_is_empty_at_first():

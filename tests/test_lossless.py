@@ -7,63 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
-from common import EOS, MASK, ROOT, cases, prompt_length, random_prompt, tiny_model, toy_prompts
+from common import EOS, ROOT, cases, prompt_length, random_prompt, tiny_model, toy_prompts
 from decoding import alone, logits_after, mean, outcome
 
 import lossless
-from decode import Decoder, Options, Sequence, generate
-from lossless import Lookup, Lossless, State, likely_groups
+from decode import Decoder, Options, generate
+from lossless import Lookup, Lossless, State
 from model import load
 from plumbing.sampling import dice, with_dice
 
-
-def some(rng: random.Random, num_guesses: int) -> list[int]:
-    """Groups for some of the numbers of guesses that may hold, perhaps for none."""
-    return [j for j in range(num_guesses + 1) if rng.random() < 0.6]
-
-
-# ------------------------------------------------------------------ what is fed, and where it is
-
-
-def test_the_feed_of_the_drawing():
-    """The example of Lossless.feed: after a b c, the guess d, groups 0 and 1."""
-    sequence = Sequence([2, 3, 4], tiny_model(random.Random(0)).config, max_new=9, tau=None)
-    sequence.state = State(guesses=[5], groups=[0, 1])
-    method = Lossless(2, Options(verify=True), MASK, is_batch_on_cpu=False)
-    tokens, pos, prefix = zip(*method.feed(sequence, room=9, num_waiting=0))
-    assert tokens == (5, MASK, MASK, MASK, MASK)
-    assert pos == (3, 3, 4, 4, 5) and prefix == (4, 3, 3, 4, 4)
-
-
-def test_useful_masks_stand_after_what_holds():
-    """In the places of the first open tokens; they saw the most guesses, all of which hold."""
-    for seed in cases(25, 200):
-        rng = random.Random(seed)
-        block = rng.randint(1, 5)
-        sequence = Sequence(random_prompt(rng, 9), tiny_model(rng).config, max_new=20, tau=None)
-        guesses = random_prompt(rng, rng.randint(0, block))
-        sequence.state = State(guesses, some(rng, len(guesses)))
-        method = Lossless(block, Options(verify=True), MASK, is_batch_on_cpu=False)
-        fed = ["x", *method.feed(sequence, room=9, num_waiting=0)]
-        held = rng.randint(0, len(guesses))
-        useful = [fed[place] for place in sequence.state.useful_masks(held, block)]
-        seen = max((j for j in sequence.state.groups if j <= held), default=None)
-        num_useful = 0 if seen is None else max(0, block - (held - seen))
-        assert useful == [(MASK, 9 + held + i, 9 + seen) for i in range(num_useful)]
-
-
 # ------------------------------------------------------------------------------ guesses and groups
-
-
-def test_likely_groups_by_hand():
-    """Odds of .75, .75 * .5 and so on: none holds .25, one .375, two .262, all three .112."""
-    chances = [0.75, 0.5, 0.3]
-    assert likely_groups(chances, most=9) == [0, 1, 2]
-    assert likely_groups(chances, most=2) == [1, 2]
-    assert likely_groups(chances, most=1) == [1]
-    assert likely_groups([], most=1) == [0]
-    assert likely_groups([0.9, 0.9], most=9) == [2]  # the others: .1 and .09
-    assert likely_groups([0.3, 0.3], most=9) == [0, 1]  # all of them: .09
 
 
 def test_what_is_planned_by_hand():
@@ -268,7 +221,8 @@ def test_any_groups_may_be_missing(monkeypatch):
 
     def with_some_groups(state, candidates, chances, most_groups):
         plan(state, candidates, [1.0] * len(chances), most_groups)
-        state.groups = some(rng, len(candidates))[:most_groups]
+        some = [j for j in range(len(candidates) + 1) if rng.random() < 0.6]
+        state.groups = some[:most_groups]
 
     monkeypatch.setattr(lossless, "with_dice", sometimes_wrong)
     monkeypatch.setattr(State, "plan", with_some_groups)
@@ -303,21 +257,6 @@ def test_the_toy_model_says_what_it_says_one_token_at_a_time():
 
 
 # ------------------------------------------------------------------------------- at a temperature
-
-
-@pytest.mark.usefixtures("without_lookup")
-def test_the_sampled_text_is_the_one_that_ar_samples():
-    """With the dice of the same seed; however many guesses a row and its neighbours have."""
-    for seed in cases(10, 100):
-        rng = random.Random(seed)
-        model = tiny_model(rng)
-        prompts = [random_prompt(rng, rng.randint(1, 20)) for _ in range(6)]
-        options = {"temperature": 1.0, "max_new": 20, "seed": rng.randrange(5)}
-        plain = generate(model, prompts, tau=1, **options)
-        one = generate(model, prompts, 1, verify=True, groups=5, **options)
-        four = generate(model, prompts, 4, verify=True, groups=5, **options)
-        assert [sequence.tokens for sequence in one] == [sequence.tokens for sequence in plain]
-        assert list(map(outcome, one)) == list(map(outcome, four))
 
 
 def test_every_seed_text_and_position_has_its_own_dice():

@@ -36,15 +36,6 @@ def slow_weights(example: Example, block: int, p: dict[int, float]) -> dict[int,
     return {pos: value * len(gain) / sum(gain.values()) for pos, value in gain.items()}
 
 
-def test_slow_weights_by_hand():
-    """A prompt of 4, one block of 3 masks."""
-    a, b, c = smoothed(0.9), smoothed(0.5), smoothed(0.1)
-    gains = [a + a * b + a * b * c, a * b + a * b * c, a * b * c]
-    found = slow_weights(Example([2] * 8, 4, phase=0), 4, {4: 0.9, 5: 0.5, 6: 0.1})
-    assert list(found) == [4, 5, 6]
-    assert list(found.values()) == pytest.approx([3 * gain / sum(gains) for gain in gains])
-
-
 def test_the_weights_are_the_slow_ones_and_constants():
     """Of examples that share rows. The gradient is that with the same weights, given as numbers."""
     for seed in cases(10, 100):

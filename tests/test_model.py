@@ -5,14 +5,13 @@ import random
 import pytest
 import torch
 import transformers
-from common import BASE, MASK, ROOT, copy_tokenizer, save_model, tiny_model
+from common import BASE, MASK, copy_tokenizer, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from decode import generate, naive
 from model import Config, add_mask_token, initialize, load, load_model
 from plumbing.chat import Chat
-from plumbing.errors import UserError
 
 SHAPE = {
     "hidden_size": 48,
@@ -139,46 +138,6 @@ def test_a_llama_is_saved_as_a_qwen2(tmp_path):
     assert not qwen2.model.layers[0].self_attn.q_proj.bias.any()
     tokens = torch.randint(4, 640, (2, 30))
     assert torch.allclose(qwen2(tokens).logits, llama(tokens).logits, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "family, name",
-    [("Llama", "attention_bias"), ("Llama", "mlp_bias"), ("Qwen3", "attention_bias")],
-)
-def test_biases_that_have_no_place_are_refused(tmp_path, family, name):
-    """The output projection has one, too, which a Qwen2 has not."""
-    their_model(tmp_path, family, **{name: True})
-    with pytest.raises(UserError, match=f"{name} True is not supported"):
-        load(str(tmp_path))
-
-
-@torch.inference_mode()
-def test_the_bundled_model_has_the_logits_of_transformers():
-    """Loading keeps the file's bits, and float32 arithmetic on them agrees with transformers'."""
-    ours, chat = load(str(ROOT / "toy/mars"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        ROOT / "toy/mars", dtype=torch.float32
-    )
-    tokens = torch.tensor([chat.encode("Mia has 5 bags with 12 plums in each.")])
-    assert_equal_logits(ours, theirs, tokens, atol=1e-3)
-    in_bfloat16, _ = load(str(ROOT / "toy/mars"), dtype=torch.bfloat16)
-    saved = load_file(ROOT / "toy/mars/model.safetensors")
-    loaded = in_bfloat16.state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
-    assert in_bfloat16.dtype == torch.bfloat16
-
-
-@torch.inference_mode()
-def test_logits_at_are_the_logits_of_the_columns():
-    """A column beyond the last one reads the last: the caller ignores it."""
-    model = tiny_model(random.Random(0))
-    hidden = torch.randn(2, 5, model.config.hidden_size).double()
-    found = model.logits_at(hidden, torch.tensor([[3, 0, 4], [1, 4, 7]]))
-    assert found.dtype == torch.float64
-    for row, column, t in [(0, 0, 3), (0, 1, 0), (0, 2, 4), (1, 0, 1), (1, 1, 4), (1, 2, 4)]:
-        expected = model.head @ hidden[row, t]
-        expected[MASK] = float("-inf")
-        assert torch.allclose(found[row, column], expected, rtol=0, atol=1e-12)
 
 
 @torch.inference_mode()

@@ -66,9 +66,8 @@ def test_loss_and_gradient_are_the_papers(reference):
         of_naive = 0
         for example, weight in zip(examples, weights):
             prompt = example.tokens[: example.prompt_length]
-            response = example.tokens[example.prompt_length :]
-            share = weight * example.num_targets
-            of_naive = of_naive + share * naive_loss(model, prompt, response, block, ar_weight)
+            loss = naive_loss(model, prompt, example.response, block, ar_weight)
+            of_naive = of_naive + weight * example.num_targets * loss
         for loss in (noisy + ar_weight * clean, of_naive):
             norm = gradient(loss, model).norm()
             assert loss.item() == pytest.approx(case["loss"], rel=1e-4)

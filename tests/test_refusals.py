@@ -6,18 +6,15 @@ import shutil
 import pytest
 from commands import MARS, PROMPT, command, is_refused, process
 from common import ROOT
-from safetensors.torch import load_file, save_file
 
 USUAL = {
     "decode": (*MARS, "--prompt", PROMPT),
     "train": ("--model", ROOT / "toy/sft", "--data", "data.jsonl", "--out", "out"),
-    "apps.batch": (*MARS, "prompts.txt"),
     "apps.trace": (*MARS, "--prompt", PROMPT, "page.html"),
     "apps.chat": MARS,
 }
 FILES = {
     "data.jsonl": '{"prompt": "?", "response": "12 plums"}\n',
-    "prompts.txt": PROMPT,
     "broken.jsonl": '{"prompt": "?", "response": "1"}\nnot json\n',
 }
 
@@ -29,7 +26,7 @@ def here(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    assert {path.name for path in tmp_path.iterdir()} - {"in", "broken"} == set(FILES)
+    assert {path.name for path in tmp_path.iterdir()} - {"in", "model"} == set(FILES)
 
 
 # The command and what is added to its usual options; the message.
@@ -37,26 +34,17 @@ BAD_OPTIONS = [
     ("decode --model no/such/place", "'no/such/place': no such directory, and not a hub id"),
     ("decode --model data.jsonl", "'data.jsonl': no such directory, and not a hub id"),
     ("decode --tau 1.5", "tau 1.5: must be between 0 and 1"),
-    ("decode --taux 1", "unrecognized arguments: --taux 1"),
-    ("decode --metric luck", "--metric: invalid choice: 'luck'"),
     ("decode --block 0", "--block: must be at least 1, not 0"),
-    ("decode --block 5000", "5000"),
-    ("decode --block-cache 0", "--block-cache: must be at least 1, not 0"),
     ("decode --verify --block-cache 8", "--verify and --block-cache cannot be combined"),
     ("decode --verify --tau 0.9", "--verify takes no --tau"),
-    ("decode --max-new 0", "--max-new: must be at least 1, not 0"),
     ("decode --max-new 5000", "exceed the model's 2048 positions"),
-    ("decode --prompt", "--prompt: expected one argument"),
     ("decode --prompt ' '", "--prompt is empty"),
     (f"decode --prompt '{'plums ' * 3000}'", "exceed the model's 2048 positions"),
     ("decode --prompt 'half \ud83d'", "not valid Unicode"),
     ("decode --temperature inf", "--temperature: must be below 1e+30"),
     (f"decode --seed {2**70}", f"--seed: must be below 4.61169e+18, not {2**70}"),
     ("decode --device cuda:99", "--device cuda:99: this machine has "),
-    ("decode --dtype int8", "--dtype: invalid choice: 'int8'"),
     ("train --block 1000", "--block 1000: more than --max-length 512"),
-    ("train --batch 0", "--batch: must be at least 1, not 0"),
-    ("train --steps 1.5", "--steps: must be a whole number, not '1.5'"),
     ("train --steps 1000000000000", "--steps: must be below 1e+09, not 1000000000000"),
     ("train --lr nan", "--lr: must be at least 0, not nan"),
     ("train --clip 0", "--clip: must be at least 1e-06, not 0"),
@@ -69,11 +57,8 @@ BAD_OPTIONS = [
     ("train --data broken.jsonl", "broken.jsonl:2: not JSON"),
     # The data come first: a model may have to be downloaded.
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
-    ("apps.batch --rows 0", "--rows: must be at least 1, not 0"),
     ("apps.chat --max-new 5000", "exceed the model's 2048 positions"),
-    ("apps.chat --tau 2", "tau 2.0: must be between 0 and 1"),
     ("apps.trace --prompt ' '", "--prompt is empty"),
-    ("apps.trace --tau 2", "tau 2"),
 ]
 
 
@@ -92,62 +77,21 @@ def test_bad_options(line, message):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["decode"], "the following arguments are required: --prompt"),
-        (["train"], "the following arguments are required: --data"),
-        (["apps.batch"], "the following arguments are required: FILE"),
         (["apps.batch", ""], "FILE: must name a file"),
-        (["apps.batch", "/"], "Is a directory"),
         (["apps.trace", *USUAL["decode"], "."], "name a file that ends with .html"),
         (["apps.trace", *USUAL["decode"], "data.jsonl/x.html"], "nothing can be saved there"),
     ],
 )
-def test_files_and_prompts_that_are_missing(words, message):
+def test_bad_names_of_files(words, message):
     assert is_refused(command(*words), message)
 
 
-# --------------------------------------------------------------------------- a damaged checkpoint
-
-
-@pytest.fixture
-def broken(here):
-    """A copy of the toy checkpoint to break."""
-    shutil.copytree(ROOT / "toy/mars", here / "broken")
-    return here / "broken"
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("config.json", "{", "config.json: cannot be read"),
-        ("config.json", None, "config.json: cannot be read"),
-        ("tokenizer.json", None, "tokenizer.json: missing"),
-        ("tokenizer.json", '{"version"', "tokenizer.json: missing or"),
-    ],
-)
-def test_broken_checkpoints(broken, name, content, message):
-    if content is None:
-        (broken / name).unlink()
-    else:
-        (broken / name).write_text(content)
-    assert is_refused(command("decode", "--prompt", PROMPT, "--model", broken), message)
-
-
-@pytest.mark.parametrize("words", [["--tau", 0.5], ["--tau", 1], ["--verify"]])
-@pytest.mark.parametrize("name", ["embed_tokens", "layers.2.mlp.down_proj", "norm"])
-def test_weights_that_are_not_numbers(broken, name, words):
-    file = broken / "model.safetensors"
-    weights = load_file(file)
-    weights[f"model.{name}.weight"][-1] = float("nan")
-    save_file(weights, file)
-    done = command("decode", "--prompt", PROMPT, "--model", broken, *words)
-    assert is_refused(done, "NaN")
-
-
-def test_too_little_memory_says_what_lowers_it(broken):
-    config = json.loads((broken / "config.json").read_text())
+def test_too_little_memory_says_what_lowers_it(here):
+    shutil.copytree(ROOT / "toy/mars", here / "model")
+    config = json.loads((here / "model/config.json").read_text())
     config["max_position_embeddings"] = 2**31
-    (broken / "config.json").write_text(json.dumps(config))
-    words = ("--prompt", PROMPT, "--model", broken, "--max-new", 2 * 10**9)
+    (here / "model/config.json").write_text(json.dumps(config))
+    words = ("--prompt", PROMPT, "--model", here / "model", "--max-new", 2 * 10**9)
     done = process(ROOT / "decode.py", *words)
     assert is_refused(done, "out of memory: use a smaller --max-new or a shorter prompt")
 
@@ -163,19 +107,13 @@ TURN = {"role": "user", "content": "Hi"}
         (" \n\n", "in: empty; expected a prompt per line, or JSONL"),
         ("?\n" + 3000 * "plums ", "in:2: a prompt of 3"),
         ('{"prompt": "?"}\n\n{not json}', "in:3: not JSON"),
-        ('{"prompt": "?",}', "in:1: not JSON"),
         ('[\n{"prompt": "?"}\n]', "in:1: not JSON"),
         ('{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
         (b"ok\n\ncaf\xe9\n", "in:3: not UTF-8"),
         (None, "/in: No such file or directory"),
         ("?\n" + 4 * 10**6 * "x" + "x", "in:2: 4000001 bytes, more than 4000000 in one line"),
         ({"query": "?"}, "in:2: neither messages nor prompt and response"),
-        ({"question": 7}, "in:2: content that is not text"),
-        ({"messages": []}, "in:2: no assistant turn"),
-        ({"messages": [{"role": "user"}]}, "in:2: content that is not text"),
         ({"messages": [TURN, {"role": "assistant", "content": "Ho"}]}, "in:2: the last message"),
-        ({"messages": [{"content": "Hi"}]}, "in:2: content that is not text, or no role"),
-        ({"messages": [TURN | {"tool_calls": [{"name": "f"}]}]}, "in:2: a tool call"),
         ({"prompt": "?", "tau": 2}, "in:2: tau 2: must be between 0 and 1"),
         ({"prompt": "?", "tau": "0.7"}, "in:2: tau '0.7': must be a number"),
     ],

@@ -1,16 +1,12 @@
 """train.py as a command: what stops a run, and what it leaves."""
 
 import math
-import runpy
-import sys
 
 import pytest
 from commands import is_refused
-from common import ROOT
 from training import DRAFT, checkpoint_tensors, checkpoints, run_train, write
 
 import train
-from model import Qwen2
 
 
 def test_a_response_with_another_end_of_turn(tmp_path):
@@ -54,19 +50,3 @@ def test_a_learning_rate_that_is_too_high(tmp_path, data, monkeypatch, norm):
     newest = out / "checkpoints" / checkpoints(out)[-1]
     state = checkpoint_tensors(newest, tmp_path)
     assert all(tensor.isfinite().all() for tensor in state.values())
-
-
-def test_too_little_memory(tmp_path, data, monkeypatch, capsys):
-    """One line that names the options to change."""
-
-    def in_chunks(*_):
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
-
-    monkeypatch.setattr(Qwen2, "in_chunks", in_chunks)
-    words = (*DRAFT, "--data", data, "--out", tmp_path / "out", "--steps", 1)
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1
-    assert err.startswith("error: out of memory: use a smaller --batch-tokens, or --checkpoint-lay")

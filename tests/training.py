@@ -165,12 +165,6 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen) -> None
         time.sleep(0.001)
 
 
-def plums(path: Path) -> Path:
-    """A data file of five different rows: too few to hold any out."""
-    rows = [{"prompt": "?", "response": f"12 plums and {i}"} for i in range(5)]
-    return write(path, rows).path
-
-
 def log(out: Path) -> list[dict]:
     return rows_of(out / "log.jsonl")
 

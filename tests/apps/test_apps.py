@@ -179,16 +179,6 @@ def test_prompts_from_a_file(answer):
     assert [row["response"] for row in plain] == [row["response"] for row in rows]
 
 
-def test_answers_are_training_data(answer, chat):
-    """As they are; a response that was cut short gets no end-of-turn target."""
-    for max_new, reason in ((60, "stop"), (20, "length")):
-        [row] = answer([PROMPT], "--max-new", max_new)
-        assert row["finish_reason"] == reason
-        example = encode(row, chat, eos=2, max_length=512)
-        assert example.num_targets == row["tokens"]
-        assert (example.tokens[-1] == 2) == (reason == "stop")
-
-
 def test_a_question_is_a_prompt(answer, chat):
     """As the rows of GSM8K have it, in a file of prompts and in training."""
     questions = [{"question": PROMPT, "answer": "43"}, {"prompt": None, "question": PROMPT}]
@@ -197,7 +187,7 @@ def test_a_question_is_a_prompt(answer, chat):
     assert {row["response"] for row in rows} == {rows[0]["response"]}
     pair = {"question": PROMPT, "response": rows[0]["response"]}
     [first, *others] = [encode(row, chat, eos=2, max_length=512) for row in [*rows, pair]]
-    assert others == [first] * 3
+    assert others == [first] * 3 and first.num_targets == rows[0]["tokens"]
 
 
 def test_every_prompt_of_a_file_has_its_own_draws(answer):
@@ -232,3 +222,4 @@ def test_text_that_looks_like_json(answer):
     lines = ["{x} is a set. What is it?", "[1, 2] + [3]?", '"Mia has 5 bags?"', "42"]
     rows = answer(lines, "--max-new", 4, separator="\r")
     assert [row["prompt"] for row in rows] == lines
+    assert {row["finish_reason"] for row in rows} == {"length"}

@@ -109,13 +109,6 @@ def write_record(plan, piece):
     piece.record.write_text(json.dumps(record))
 
 
-def test_a_difference_is_from_the_mean_over_the_seeds_of_the_base():
-    mine = {0: np.array([1.0, 0.0]), 1: np.array([1.0, 1.0])}
-    base = {0: np.array([0.0, 1.0]), 1: np.array([0.0, 0.0])}
-    found = report.minus(mine, base)
-    assert list(found[0]) == [1.0, -0.5] and list(found[1]) == [1.0, 0.5]
-
-
 def test_intervals():
     """With one seed the textbook's. With three, problems that are hard for all of them count once:
     the truth is inside in about 95 of 100 cases."""
@@ -132,11 +125,3 @@ def test_intervals():
         _, low, high = report.estimate(by_seed)
         inside += low < 0.6 < high
     assert 0.92 <= inside / 400 <= 0.98
-
-
-def test_each_seed_is_shown_next_to_the_mean():
-    right = {0: np.array([1.0, 1.0, 0.0, 0.0]), 1: np.array([1.0, 1.0, 1.0, 0.0])}
-    assert report.text(right).startswith("62.5 (")
-    assert report.text(right).endswith(") [50.0, 75.0]")
-    assert "[" not in report.text({0: right[0]})
-    assert report.text(right, report.NATS, sign="+").startswith("+0.6250 (")

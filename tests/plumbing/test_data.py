@@ -9,7 +9,7 @@ from common import ROOT
 from training import write
 
 from plumbing.chat import Chat
-from plumbing.data import Dataset, Example, Unusable, encode
+from plumbing.data import Dataset, Unusable, encode
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile
 
@@ -19,10 +19,6 @@ EOS = 2  # of the toy tokenizer
 @pytest.fixture(scope="module")
 def chat():
     return Chat(ROOT / "toy/base")
-
-
-def response(example: Example) -> list[int]:
-    return example.tokens[example.prompt_length :]
 
 
 # -------------------------------------------------------------------------------------- the file
@@ -72,11 +68,13 @@ def test_the_last_assistant_turn_is_trained(chat):
     last = {"role": "assistant", "content": "So Mia has 12 plums."}
     row = {"messages": [user, assistant, user, last, {"role": "user", "content": "Thanks!"}]}
     example = encode(row, chat, EOS, 512)
-    assert chat.decode(response(example)) == "So Mia has 12 plums."
+    assert chat.decode(example.response) == "So Mia has 12 plums."
     assert example.tokens[-1] == EOS
     assert example.tokens[: example.prompt_length] == chat.encode(
         chat.prompt([user, assistant, user])
     )
+    answered = {"id": 1, "messages": [user, assistant, user], "response": last["content"]}
+    assert encode(answered, chat, EOS, 512) == example  # as apps.batch writes it
     pair = encode({"prompt": "the user", "response": "So Mia has 12 plums."}, chat, EOS, 512)
     assert pair == encode({"messages": [user, last]}, chat, EOS, 512)
 
@@ -87,20 +85,9 @@ def test_a_cut_response_has_no_end_of_turn_target(chat):
     whole = encode(row, chat, EOS, 512)
     cut = encode(row, chat, EOS, len(whole.tokens) - 1)
     assert whole.tokens[-1] == EOS
-    assert cut.tokens == whole.tokens[:-1] and EOS not in response(cut)
+    assert cut.tokens == whole.tokens[:-1] and EOS not in cut.response
     assert encode({**row, "finish_reason": "stop"}, chat, EOS, 512) == whole
     assert encode({**row, "finish_reason": "length"}, chat, EOS, 512) == cut
-
-
-def test_an_answered_conversation_is_trained(chat):
-    """{"messages": [..., user], "response": ...}, as apps.batch writes: the response is trained."""
-    user = {"role": "user", "content": "the user"}
-    assistant = {"role": "assistant", "content": "the assistant"}
-    reply = {"role": "assistant", "content": "So Mia has 12 plums."}
-    for messages in ([user], [user, assistant, user]):
-        row = {"id": 1, "messages": messages, "response": reply["content"], "tokens": 9}
-        expected = encode({"messages": [*messages, reply]}, chat, EOS, 512)
-        assert encode(row, chat, EOS, 512) == expected
 
 
 def test_unusable_rows_say_why(chat):
@@ -147,8 +134,8 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
     data = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, num_held_out=5)
     stream = data.steps(15)
     epochs = [[e for _ in range(3) for e in next(stream).examples] for _ in range(3)]
-    texts = [[chat.decode(response(e)) for e in epoch] for epoch in epochs]
-    held_out = {chat.decode(response(e)) for e in data.held_out}
+    texts = [[chat.decode(e.response) for e in epoch] for epoch in epochs]
+    held_out = {chat.decode(e.response) for e in data.held_out}
     assert len(held_out) == 5
     assert all(sorted(t) == sorted(set(map(str, range(50))) - held_out) for t in texts)
     assert texts[0] != texts[1] != texts[2]
@@ -159,7 +146,7 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
         step = next(again.steps(15, consumed))
         assert step.examples == (epochs[0] + epochs[1])[consumed : consumed + 15]
     other = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=1, num_held_out=5)
-    assert {chat.decode(response(e)) for e in other.held_out} != held_out
+    assert {chat.decode(e.response) for e in other.held_out} != held_out
     assert [e.phase for e in next(other.steps(45)).examples] != phases[0]
 
 

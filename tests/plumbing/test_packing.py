@@ -9,12 +9,8 @@ from training import arguments, random_example, whole_step
 
 import train
 from plumbing.data import Example
-from plumbing.packing import pack, round_up
+from plumbing.packing import pack
 from train import forward_inputs, lay_out, losses
-
-
-def test_round_up():
-    assert [round_up(n, 32) for n in (0, 1, 31, 32, 33)] == [0, 32, 32, 32, 64]
 
 
 def test_packing():

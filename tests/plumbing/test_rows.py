@@ -59,23 +59,6 @@ def test_rows_that_keep_a_prefix_are_not_admitted_beyond_the_cache():
     assert texts[1, 90] == texts[2, 90] and texts[1, 92] == texts[2, 92]
 
 
-def test_admission_order_changes_nothing():
-    """Seeds belong to prompts: neither the rows, the order nor the neighbours decide a draw."""
-    for seed in cases(10, 100):
-        rng = random.Random(5 + seed)
-        model = tiny_model(rng)
-        block_cache = rng.choice([None, 4])
-        prompts = [random_prompt(rng, rng.randint(1, 30)) for _ in range(9)]
-        how = {"tau": 0.2, "temperature": 1.0, "max_new": 24, "block_cache": block_cache}
-        expected = [by_hand(model, prompt, index=i, **how) for i, prompt in enumerate(prompts)]
-        for rows in (1, 2, 4, 9):
-            decoder = Decoder(model, Options(**how), rows, longest=54)
-            order = rng.sample(range(9), 9)
-            sequences = [decoder.add(prompts[index], index=index) for index in order]
-            list(decoder)
-            assert all(outcome(sequence) == expected[sequence.index] for sequence in sequences)
-
-
 def test_what_a_row_still_holds_is_not_fed_again():
     """The next turn of a conversation starts where the row is; the text is that of a new row."""
     num_spared = 0

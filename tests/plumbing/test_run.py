@@ -88,9 +88,11 @@ def test_skipped_rows_are_counted_once(tmp_path, out):
     """The rows that cannot be trained on are the same after a resume as without one."""
     rows = [{"prompt": "?", "response": "12"}, {"text": "12"}] * 20
     data = write(tmp_path / "data.jsonl", rows).path
-    words = (*DRAFT, "--data", data, "--held-out", 4, "--epochs", 1, "--save-every", 2)
+    words = (*DRAFT, "--data", data, "--held-out", 4, "--epochs", 2, "--save-every", 2)
     expected = run_train(*words, "--out", tmp_path / "whole").out.splitlines()[-2]
-    assert expected.startswith("skipped rows: ")
+    assert expected == "skipped rows: 20 neither messages nor prompt and response"
+    # 36 rows and 2 epochs, half of them usable, 2 to a step
+    assert 16 <= len(log(tmp_path / "whole")) <= 20
     assert run_train(*words, "--out", out).status == 0
     shutil.rmtree(out / "checkpoints" / checkpoints(out)[-1])
     assert expected in run_train(*words, "--out", out, "--resume").out.splitlines()

@@ -18,16 +18,6 @@ ENDLESS += "train.learning_rate = lambda *_: print('asleep', flush=True) or time
 ENDLESS += "run_main(train.main)"
 
 
-@pytest.fixture
-def live(data, out):
-    """A run of its own process that would go on for long."""
-    process = start(*DRAFT, "--data", data, "--out", out, "--steps", 100_000)
-    wait_for(lambda: num_logged(out) >= 3, process)
-    yield process
-    process.kill()
-    process.communicate()
-
-
 def assert_saved(out: Path) -> None:
     """There is a log, and a checkpoint and a model of its last step."""
     records = log(out)
@@ -84,28 +74,24 @@ def test_a_second_signal_stops_at_once(data, out):
     assert checkpoints(out) == []
 
 
-def test_a_hang_up_saves(live, out):
-    """SIGHUP, from a terminal that is closed, loses no step."""
-    live.send_signal(signal.SIGHUP)
-    said, err = live.communicate(timeout=60)
-    assert live.returncode == 128 + signal.SIGHUP and "Traceback" not in err
-    assert f"holds the model of step {num_logged(out)}" in said
-    assert_saved(out)
-
-
-def test_under_nohup(data, out):
-    """A hang-up that the run was told to ignore stays ignored."""
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
+def test_a_hang_up(data, out, handler):
+    """SIGHUP, from a terminal that is closed, loses no step. Under nohup it stays ignored."""
     process = start(
         *(*DRAFT, "--data", data, "--out", out, "--steps", 100_000),
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, handler),
     )
     wait_for(lambda: num_logged(out) >= 3, process)
     process.send_signal(signal.SIGHUP)
-    before = num_logged(out)
-    wait_for(lambda: num_logged(out) >= before + 5, process)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    number = signal.SIGHUP
+    if handler == signal.SIG_IGN:
+        before = num_logged(out)
+        wait_for(lambda: num_logged(out) >= before + 5, process)
+        number = signal.SIGTERM
+        process.send_signal(number)
+    said, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in err
+    assert f"holds the model of step {num_logged(out)}" in said
     assert_saved(out)
 
 
