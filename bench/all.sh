@@ -52,10 +52,10 @@ for dtype in float32 bfloat16; do
 done
 speed --training --shape 0.5B --rows 2 --max-new 256 --rounds 2
 
-real_model() {  # directory, what it was before the training
+real_model() {  # directory, what it was before the training, prompts of each kind
     local model="--model $1 --dtype bfloat16" before="--model $2 --dtype bfloat16" name=$work/${1//\//-}
     for kind in gsm8k ifeval bbh plain; do
-        head -n 20 bench/data/$kind/test.jsonl > $work/$kind.jsonl
+        head -n $3 bench/data/$kind/test.jsonl > $work/$kind.jsonl
         quality $model --data $work/$kind.jsonl --max-new 128 --verify --rows 1
     done
     # How far the training moved it: its predictions of what the model before it answered.
@@ -77,9 +77,9 @@ real_model() {  # directory, what it was before the training
 
 if [ -d smollm2/model ] && [ -d smollm2/original ]; then
     echo "# SmolLM2-135M"
-    real_model smollm2/model smollm2/original
+    real_model smollm2/model smollm2/original 20
 fi
 if [ -d qwen2.5/model ] && [ -d qwen2.5/original ]; then
     echo "# Qwen2.5-Coder-0.5B"
-    real_model qwen2.5/model qwen2.5/original
+    real_model qwen2.5/model qwen2.5/original 10
 fi
