@@ -21,8 +21,10 @@ the tests compare the two. What is unusual here:
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import nan
 from numbers import Real
 from pathlib import Path
 
@@ -158,12 +160,14 @@ class Sequence:
         num_new = len(self.text) - self.prompt_length
         return num_new >= self.max_new or (num_new > 0 and self.text[-1] in self.stop)
 
-    def take(self, tokens: list[int], width: int) -> list[int]:
+    def take(self, tokens: list[int], width: int, confidences=None) -> list[int]:
         """Accept what one forward gave, up to an end-of-turn token and max_new."""
+        del self.confidences[len(self.text) - self.prompt_length :]  # left by an interrupt
         kept = []
-        for token in tokens:
+        for token, confidence in zip(tokens, confidences or itertools.repeat(nan)):
             if self.done or self.is_complete():
                 break
+            self.confidences.append(confidence)
             self.text.append(token)
             kept.append(token)
         self.done = self.done or self.is_complete()
@@ -418,8 +422,7 @@ class Decoder:
         news = []
         for sequence, (accepted, confidences, _) in zip(sequences, decisions):
             if sequence:
-                kept = sequence.take(accepted, width)  # none if it is done
-                sequence.confidences += confidences[: len(kept)]
+                kept = sequence.take(accepted, width, confidences)  # none if it is done
                 news.append((sequence, kept))
         # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses.
         # (This comes last: if an interrupt hits before it, the tokens are merely fed again.)

@@ -143,9 +143,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, cache, kernel) -> Tensor:
         R, T, _ = x.shape  # R rows of T positions
-        q = self.q_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, heads, T, head_dim)
-        k = self.k_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, kv_heads, T, ...)
-        v = self.v_proj(x).view(R, T, -1, self.head_dim).transpose(1, 2)
+        q, k, v = self.qkv(x)
+        q = q.view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, heads, T, head_dim)
+        k = k.view(R, T, -1, self.head_dim).transpose(1, 2)  # (R, kv_heads, T, head_dim)
+        v = v.view(R, T, -1, self.head_dim).transpose(1, 2)
         if self.has_qk_norm:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -157,6 +158,9 @@ class Attention(nn.Module):
         y = kernel(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(R, T, -1))
 
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:  # plumbing/cpu.py computes all in one product
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
 
 class MLP(nn.Module):
     def __init__(self, config: Config):
@@ -166,7 +170,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up(x)
+        return self.down_proj(F.silu(gate) * up)
+
+    def gate_up(self, x: Tensor) -> tuple[Tensor, ...]:  # as qkv
+        return self.gate_proj(x), self.up_proj(x)
 
 
 class Layer(nn.Module):

@@ -153,7 +153,8 @@ def gap_between_best(model: Qwen2, answer: Sequence, num_tokens: int, options: O
     ids = torch.tensor([answer.text[:num_tokens]], device=model.device)
     positions = torch.arange(num_tokens, device=model.device)[None]
     scores = model.logits(model(ids, positions, None)[0, -1:])[0]
-    scores = scores + options.temperature * dice(options.seed, answer.index, num_tokens, scores)
+    noise = dice(options.seed, answer.index, num_tokens, len(scores), scores.device)
+    scores = scores + options.temperature * noise
     best, second = scores.topk(2).values.tolist()
     return best - second
 

@@ -121,7 +121,7 @@ def by_hand(
             scores = logits.clone()
             if temperature > 0:
                 position = len(prompt) + len(tokens)
-                scores += temperature * dice(seed, index, position, logits)
+                scores += temperature * dice(seed, index, position, *logits.shape, logits.device)
             token = scores.argmax().item()
             sure = confidence(logits.softmax(-1).tolist(), token, metric)
             passes = sure <= threshold if metric == "entropy" else sure >= threshold

@@ -93,6 +93,7 @@ def test_an_interrupted_step_loses_no_token(moment, way, monkeypatch):
     """After Ctrl-C the cache has not gone on without the text, nor the text without the cache.
 
     In a prefill it left a prompt that was fed among the ordinary rows, where it exceeded the cache.
+    After `take` it lost the confidences of the tokens.
     """
     monkeypatch.setattr("decode.span_unit", lambda *_: 1)  # no room because of rounding
     for seed in cases(4, 40):
@@ -119,6 +120,7 @@ def test_an_interrupted_step_loses_no_token(moment, way, monkeypatch):
         for index, (prompt, sequence) in enumerate(zip(prompts, sequences)):
             options = way | {"max_new": sequence.max_new}
             assert sequence.tokens == alone(model, prompt, index, **options).tokens
+            assert len(sequence.confidences) == len(sequence.tokens)
 
 
 def test_an_interrupt_inside_take_lets_no_answer_go_past_its_end():
@@ -136,7 +138,7 @@ def test_an_interrupt_inside_take_lets_no_answer_go_past_its_end():
         with pytest.raises(KeyboardInterrupt):
             sequence.take([last], width=1)
         assert sequence.take([6], width=1) == [] and sequence.done
-        assert sequence.tokens == [5, last]
+        assert sequence.tokens == [5, last] and len(sequence.confidences) == 2
 
 
 def raising(waiting: int) -> float:

@@ -4,6 +4,7 @@ Torch's fake tensors have a shape, a dtype and a device, but no numbers. An oper
 devices raises, as on a GPU: most of what breaks on a first one. This measures nothing.
 """
 
+import functools
 import random
 from unittest.mock import MagicMock
 
@@ -16,6 +17,7 @@ from training import arguments, random_example
 import train
 from decode import Decoder, Options, naive
 from model import Qwen2
+from plumbing.sampling import dice
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch with CUDA in it")
 
@@ -39,6 +41,7 @@ def gpu(monkeypatch):
     # How many positions have a target depends on numbers. Here one of each row has.
     monkeypatch.setattr(train, "positions_with_target", lambda inputs: (inputs.doc[:, 0], 0))
     monkeypatch.setattr(train, "can_use_flex", lambda *_: False)  # it would be compiled
+    dice.cache_clear()  # a fake tensor belongs to its mode
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=False):
         yield
 
@@ -46,9 +49,8 @@ def gpu(monkeypatch):
 def fake_model(dtype=torch.bfloat16) -> Qwen2:
     with torch.device("meta"):
         model = Qwen2(tiny_config(random.Random(3)))
-    weights = model.state_dict()
-    for name, weight in weights.items():
-        weights[name] = torch.empty(weight.shape, dtype=dtype, device="cuda")
+    on_gpu = functools.partial(torch.empty, dtype=dtype, device="cuda")
+    weights = {name: on_gpu(weight.shape) for name, weight in model.state_dict().items()}
     model.load_state_dict(weights, assign=True)
     return model
 

@@ -245,7 +245,7 @@ def test_the_gap_where_sampled_answers_part():
     for num_tokens in range(len(prompts[2]), len(answer.text)):
         text = torch.tensor([answer.text[:num_tokens]])
         logits = model.logits(model(text, torch.arange(num_tokens)[None], None)[0, -1:])[0]
-        scores = logits + 1.5 * dice(7, 2, num_tokens, logits)
+        scores = logits + 1.5 * dice(7, 2, num_tokens, *logits.shape, logits.device)
         best, second = scores.sort(descending=True).values[:2]
         assert scores.argmax() == answer.text[num_tokens]
         found = quality.gap_between_best(model, answer, num_tokens, options)
