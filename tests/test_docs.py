@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -99,6 +100,17 @@ def test_python_code_runs(page, monkeypatch, capsys):
     for code in re.findall(r"```python\n(?!@|def )(.*?)```", text, re.DOTALL):
         exec(code, {})
         assert capsys.readouterr().out in text
+
+
+def test_the_answer_that_serving_shows(tmp_path):
+    """All but its text, which the page cuts short."""
+    page = (ROOT / "docs/serving.md").read_text()
+    shown = json.loads(re.search(r'^{"id": 2, .*}$', page, re.MULTILINE)[0])
+    problems = tmp_path / "two.jsonl"
+    problems.write_text("".join((ROOT / "toy/test.jsonl").open().readlines()[:2]))
+    answer = json.loads(command("apps.batch", problems, "--rows", 8).out.splitlines()[1])
+    del shown["prompt"], shown["response"]
+    assert shown.items() <= answer.items()
 
 
 @pytest.mark.parametrize("function", [naive, naive_loss], ids=lambda function: function.__name__)
