@@ -66,9 +66,12 @@ def check_config(config) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         is_number = field.type in (int, float, int | None) and field.name != "mask_token_id"
-        is_right = type(value) in (int, float) and 0 < value < math.inf
+        kinds, what = [int], "whole number"
+        if field.type is float:
+            kinds, what = [int, float], "number"
+        is_right = type(value) in kinds and 0 < value < math.inf
         if is_number and value is not None and not is_right:
-            raise ValueError(f"{field.name} {value!r}: must be a number above 0")
+            raise ValueError(f"{field.name} {value!r}: must be a {what} above 0")
     head_dim = config.head_dim or config.hidden_size / config.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim:g}: must be even")
