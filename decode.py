@@ -161,8 +161,12 @@ class Sequence:
         return num_new >= self.max_new or (num_new > 0 and self.text[-1] in self.stop)
 
     def take(self, tokens: list[int], width: int, confidences=None) -> list[int]:
-        """Accept what one forward gave, up to an end-of-turn token and max_new."""
-        del self.confidences[len(self.text) - self.prompt_length :]  # left by an interrupt
+        """Accept what one forward gave, up to an end-of-turn token and max_new.
+
+        confidences: of the tokens; NaN if they are not given.
+        """
+        # An interrupt between a confidence and its token may have left one too many.
+        del self.confidences[len(self.text) - self.prompt_length :]
         kept = []
         for token, confidence in zip(tokens, confidences or itertools.repeat(nan)):
             if self.done or self.is_complete():

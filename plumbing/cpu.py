@@ -51,8 +51,8 @@ def fast_copy(model: nn.Module) -> nn.Module:
     for name, module in list(modules.items()):
         for method, parts in AT_ONCE.items():
             if hasattr(module, method):
-                some = [modules.pop(f"{name}.{part}") for part in parts]
-                setattr(module, method, at_once(some, product))
+                linears = [modules.pop(f"{name}.{part}") for part in parts]
+                setattr(module, method, at_once(linears, product))
     for module in modules.values():
         if isinstance(module, nn.Linear):
             module.forward = product(module.weight.detach(), module.bias)
