@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from .cpu import can_pack
 from .errors import UserError
+from .terminal import note
 
 
 class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -141,6 +143,8 @@ def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dty
         raise UserError(f"--device {device}: this machine has {', '.join(available)}")
     if dtype is None:
         dtype = "bfloat16" if name.startswith("cuda") else "float32"
+    if dtype == "bfloat16" and name == "cpu" and not can_pack(torch.bfloat16):
+        note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
     return torch.device(name), getattr(torch, dtype)
 
 

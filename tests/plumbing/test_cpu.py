@@ -12,7 +12,9 @@ from decode import generate
 from plumbing import cpu
 
 DTYPES = [torch.float32, torch.bfloat16]
-needs_bfloat16 = pytest.mark.skipif(not cpu.can_pack(), reason="oneDNN has no bfloat16 on this CPU")
+needs_bfloat16 = pytest.mark.skipif(
+    not cpu.can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this CPU"
+)
 
 # ---------------------------------------------------------------------------------- the fast copy
 
@@ -42,8 +44,10 @@ def outputs(model, T: int = 5) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_fast_copy_is_the_same_model(dtype, is_tied):
+@pytest.mark.parametrize("small", [cpu.SMALL, 0])
+def test_a_fast_copy_is_the_same_model(dtype, is_tied, small, monkeypatch):
     """For any number of positions; it shares with the model what is not a matrix of a product."""
+    monkeypatch.setattr(cpu, "SMALL", small)
     model = tiny(0, dtype, is_tied)
     fast = cpu.fast_copy(model)
     for T in (1, 2, 9, 25, 60):
@@ -60,7 +64,8 @@ def test_there_is_a_copy_only_where_it_is_of_use(monkeypatch):
     model = tiny(0, torch.float32)
     assert cpu.fast_copy(model) is not model
     assert cpu.fast_copy(model.double()) is model
-    monkeypatch.setattr(cpu, "can_pack", lambda: False)
+    monkeypatch.setattr(cpu, "can_pack", lambda dtype: False)
+    assert cpu.fast_copy(model.float()) is not model
     assert cpu.fast_copy(model.bfloat16()) is model
 
 
@@ -85,10 +90,11 @@ def test_a_new_decoder_uses_the_weights_as_they_are_then(dtype):
 
 
 def test_bfloat16_on_an_older_cpu():
-    """Without bfloat16 in oneDNN (before AVX-512) a model decodes in its plain layout."""
+    """Without bfloat16 in oneDNN (before AVX-512) a model decodes in its plain layout, slowly."""
     words = ("decode.py", *MARS, "--dtype", "bfloat16", "--device", "cpu", "--verify")
     done = process(*words, "--prompt", PROMPT, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.status == 0 and "The answer is 43." in done.out, done.err
+    assert "this CPU is slow in bfloat16: --dtype float32" in done.err
 
 
 @needs_bfloat16
