@@ -101,9 +101,9 @@ def by_columns(weight: Tensor, bias: Tensor | None = None):
 def packed(weight: Tensor, bias: Tensor | None = None):
     """F.linear with one weight, from a copy in the layout of oneDNN's kernels.
 
-    Without it oneDNN rearranges a matrix for each product, which takes as long as the product: a
-    forward of SmolLM2-135M with 20 positions took 1.6 times as long in bfloat16. In float32 torch's
-    own kernels took 2.3 times as long for 9 positions of Qwen2.5-0.5B.
+    Without it a forward takes longer. In bfloat16 oneDNN rearranges a matrix for each product: 20
+    positions of SmolLM2-135M took 1.6 times as long. In float32 torch has other kernels: 9
+    positions of Qwen2.5-0.5B took 2.3 times as long.
     """
     layout = torch.ops.mkldnn._reorder_linear_weight(weight)
     needs_copies = weight.dtype == torch.bfloat16 and single_differs(*weight.shape)

@@ -113,7 +113,8 @@ def test_a_system_message_and_a_dtype_are_used(monkeypatch):
 
     monkeypatch.setattr(decode.Decoder, "add", spy)
     words = ("--system", "Be brief.", "--dtype", "bfloat16")
-    assert "enough" in command("decode", *MARS, "--prompt", PROMPT, *words).err
+    done = command("decode", *MARS, "--prompt", PROMPT, *words)  # perhaps with a note on the dtype
+    assert done.status == 2 and "error: enough" in done.err and done.out == ""
     assert "<|im_start|>system\nBe brief.<|im_end|>" in seen["text"] and PROMPT in seen["text"]
     assert seen["dtype"] == torch.bfloat16
 
