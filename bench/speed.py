@@ -228,7 +228,8 @@ def training(model: Qwen2, args) -> None:
         steps = {}
         for name, block in blocks.items():
             model.config.block = block
-            forwards = train.forward_inputs(examples, model.config, settings)
+            width = train.packed_width(model, settings.max_length)
+            forwards = train.forward_inputs(examples, model.config, settings, width)
             steps[name] = functools.partial(step, forwards, block)
             steps[name]()  # start-up, not timed
         _, seconds = common.in_turn(steps, args.rounds, model.device)

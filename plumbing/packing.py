@@ -52,7 +52,8 @@ def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Layo
     Widths are multiples of 32, so that there are few shapes. No row is much shorter than the
     longest. The number of forwards is a multiple of num_processes.
     """
-    positions = min(positions, sum(lengths) // num_processes)  # leave work for every process
+    if num_processes > 1:  # leave work for every process
+        positions = min(positions, sum(lengths) // num_processes)
     forwards: list[Layout] = []
     for i in longest_first(lengths):
         if forwards:

@@ -9,7 +9,7 @@ from training import arguments, random_example, whole_step
 
 import train
 from plumbing.data import Example
-from plumbing.packing import pack
+from plumbing.packing import grouped, pack
 from train import forward_inputs, lay_out, losses
 
 
@@ -27,6 +27,12 @@ def test_packing():
         assert len(rows) <= 11 / 9 * fewest + 1
         # never could one row hold two of them
         assert len(rows) == 1 or min(filled) + sorted(filled)[1] > width
+
+
+def test_examples_of_one_length_share_a_forward():
+    """One of them once had a forward of its own: padded, they are more than their lengths' sum."""
+    [(rows, width)] = grouped([511] * 8, positions=4096, num_processes=1)
+    assert (len(rows), width) == (8, 512)
 
 
 def most_examples_in_a_row(forward: train.ForwardInput) -> int:
