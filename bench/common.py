@@ -64,6 +64,12 @@ def are_right(chat: Chat, answers: list[Sequence], problems: list[dict]) -> list
     return [one == last_number(str(row["answer"])) for one, row in zip(found, problems)]
 
 
+def share_repeated(tokens: list[int]) -> float:
+    """Of the 6-grams of tokens the share that occurred before."""
+    grams = [tuple(tokens[i : i + 6]) for i in range(len(tokens) - 5)]
+    return (len(grams) - len(set(grams))) / max(1, len(grams))
+
+
 def tokens_per_forward(answers: list[Sequence]) -> float:
     """All tokens over all forwards."""
     num_tokens = sum(len(answer.tokens) for answer in answers)

@@ -40,7 +40,7 @@ from decode import Decoder, Options, Sequence
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
-from plumbing.data import Example, encode, share_repeated
+from plumbing.data import Example, encode
 from plumbing.errors import UserError, naming, run_main
 from plumbing.sampling import dice
 
@@ -66,7 +66,7 @@ def decode(
 
 
 def repeats_itself(tokens: list[int]) -> bool:
-    return share_repeated(tokens) >= 0.1
+    return common.share_repeated(tokens) >= 0.1
 
 
 @torch.inference_mode()

@@ -88,17 +88,6 @@ def usable_messages(row: dict) -> list[dict]:
     return messages
 
 
-def six_grams(tokens: list[int]) -> list[tuple[int, ...]]:
-    """Every six tokens that stand together, in their order."""
-    return [tuple(tokens[i : i + 6]) for i in range(len(tokens) - 5)]
-
-
-def share_repeated(tokens: list[int]) -> float:
-    """Of the 6-grams of tokens the share that occurred before."""
-    grams = six_grams(tokens)
-    return (len(grams) - len(set(grams))) / max(1, len(grams))
-
-
 def shuffled(count: int, *key: object) -> array:
     """The numbers below count in an order that is a function of the key."""
     order = array("Q", range(count))
