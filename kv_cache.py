@@ -5,11 +5,10 @@ how many of them count. The others (masks, guesses that failed) are scratch: no 
 them, and later ones overwrite them. So rejecting costs nothing, and nothing is copied or moved.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
+from model import visible
 from plumbing.errors import UserError
 from plumbing.packing import round_up
 
@@ -39,6 +38,9 @@ class KVCache:
         self.unit = unit
         self.device = torch.device(device)
         self.lengths = [0] * rows  # committed positions, on the host
+        self.prompt_lengths = [0] * rows
+        self.pos = torch.zeros(rows, capacity, dtype=torch.long, device=device)  # of each slot
+        self.prefix = torch.zeros_like(self.pos)  # and this, as `visible` wants them
         self.layers: list[tuple[Tensor, Tensor]] = []
         shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
         for _ in range(config.num_hidden_layers):
@@ -46,79 +48,75 @@ class KVCache:
             values = torch.zeros(shape, device=device, dtype=dtype)
             self.layers.append((keys, values))
 
-    def begin(self, row: int, num_kept: int = 0, prompt_length: int = 0) -> None:
+    def begin(self, row: int, prompt_length: int, num_kept: int = 0) -> None:
         """A new text begins in a row, which holds the first num_kept tokens of its prompt already.
 
-        prompt_length: needed by BlockCache, whose blocks are counted from there.
+        They are fewer than the prompt: its last token is fed, for it predicts the first new one.
         """
-        if not 0 <= num_kept <= self.lengths[row]:
+        if not 0 <= num_kept <= min(self.lengths[row], prompt_length - 1):
             raise ValueError(f"row {row} holds {self.lengths[row]} positions, not {num_kept}")
         self.lengths[row] = num_kept
+        self.prompt_lengths[row] = prompt_length
 
-    def reserve(self, width: int, rows: slice = slice(None)) -> Tensor:
-        """Reserve `width` slots after the length of each of these rows; their indices (R, width).
+    def clear(self, row: int) -> None:
+        """Empty a row, or attention would still span its positions."""
+        self.lengths[row] = self.prompt_lengths[row] = 0
 
-        `mask`, `write` and `commit` apply to these rows until the next call. ValueError if the
+    def reserve(self, width: int, rows: list[int]) -> None:
+        """Reserve `width` slots after the length of each of these rows.
+
+        `mask`, `write` and `commit` are about these rows until the next call. ValueError if the
         capacity is too small, before anything is written.
         """
-        lengths = self.lengths[rows]
-        end = max(lengths) + width
-        if end > self.capacity:
-            raise ValueError(
-                f"{max(lengths)} + {width} positions exceed the capacity of {self.capacity}"
-            )
+        lengths = [self.lengths[row] for row in rows]
+        longest = max(lengths)
+        if longest + width > self.capacity:
+            what = f"{longest} + {width} positions"
+            raise ValueError(f"{what} exceed the capacity of {self.capacity}")
         self.rows = rows
-        self.span = min(self.capacity, round_up(end, self.unit))
-        first = torch.tensor(lengths, device=self.device)
-        self.slots = first[:, None] + torch.arange(width, device=self.device)
-        return self.slots
+        self.span = min(self.capacity, round_up(longest + width, self.unit))
+        first = torch.tensor(lengths, device=self.device)[:, None]
+        self.slots = first + torch.arange(width, device=self.device)  # (R, width)
+        self.row = torch.tensor(rows, device=self.device)[:, None]  # (R, 1)
 
     def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
 
-        The same rule, said of slots. A clean token is in the slot of its position, so every query
-        sees the slots below its prefix. A mask also sees its block, from the first mask up to
-        itself. These are adjacent slots, and the first is pos - prefix slots before its own. (A
-        clean token has pos - prefix = -1: its block would begin after itself, so it is empty.)
-
-        The masks need not be in the slots of their positions: lossless.py feeds several blocks
-        after one text. The third mask of a block, at pos 9 with prefix 7, may be in slot 12: it
-        sees slots 0 to 6, and 10 to 12.
+        Slots after the reserved ones may hold anything: they belong to no document.
         """
+        self.pos[self.row, self.slots] = pos
+        self.prefix[self.row, self.slots] = prefix
+        slot_pos = self.of_rows(self.pos)[:, None, None, : self.span]
+        slot_prefix = self.of_rows(self.prefix)[:, None, None, : self.span]
         slot = torch.arange(self.span, device=self.device)
-        own_slot = self.slots[:, None, :, None]
-        pos = pos[:, None, :, None]
-        prefix = prefix[:, None, :, None]
-        block_start = own_slot - (pos - prefix)
-        in_prefix = slot < prefix
-        in_block = (block_start <= slot) & (slot <= own_slot)
-        return in_prefix | in_block
+        is_written = slot <= self.slots[:, None, None, -1:]
+        pos, prefix = pos[:, None, :, None], prefix[:, None, :, None]
+        return visible(pos, prefix, True, slot_pos, slot_prefix, is_written)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, T, head_dim) into the reserved slots; return the whole span."""
         keys, values = self.layers[layer]
-        keys = keys[self.rows]  # a slice is a view: what is written to it is written to the cache
-        values = values[self.rows]
-        row = torch.arange(len(k), device=k.device)[:, None]
-        keys[row, :, self.slots] = k.transpose(1, 2)
-        values[row, :, self.slots] = v.transpose(1, 2)
-        return keys[:, :, : self.span], values[:, :, : self.span]
+        keys[self.row, :, self.slots] = k.transpose(1, 2)
+        values[self.row, :, self.slots] = v.transpose(1, 2)
+        return self.of_rows(keys)[:, :, : self.span], self.of_rows(values)[:, :, : self.span]
+
+    def of_rows(self, whole: Tensor) -> Tensor:
+        """What the reserved rows have of a tensor; if they are all rows, nothing is copied."""
+        if len(self.rows) == len(whole):
+            return whole
+        return whole[self.rows]
 
     def commit(self, counts: list[int]) -> None:
         """Keep the first counts[i] of the positions just written to the i-th reserved row."""
-        rows = range(len(self.lengths))[self.rows]  # the reserved rows' numbers
-        for row, count in zip(rows, counts, strict=True):
+        for row, count in zip(self.rows, counts, strict=True):
             self.lengths[row] += count
 
-    def room(self, row: int, text_length: int) -> float:
-        """How many tokens a forward may accept for a text of this length: here any number."""
-        return math.inf
+    def room(self, row: int, text_length: int) -> int:
+        """How many tokens the next forward may accept for a text of this length."""
+        return self.capacity - text_length
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
-        """The rows that must not go on before others; here there are none.
-
-        text_lengths: of each row that has a text.
-        """
+        """Of the rows with a text those that must not go on before others; here there are none."""
         return set()
 
 
@@ -139,15 +137,10 @@ class BlockCache(KVCache):
     prompt. `KVCache` needs none of this; BlockCache is here to compare with.
     """
 
-    def __init__(self, *args, size: int, **options):
+    def __init__(self, *args, size: int):
         """size: N, the number of tokens in a cache block; the others are KVCache's."""
-        super().__init__(*args, **options)
+        super().__init__(*args)
         self.size = size
-        self.prompt_lengths = [0] * len(self.lengths)
-
-    def begin(self, row: int, num_kept: int = 0, prompt_length: int = 0) -> None:
-        super().begin(row, num_kept)
-        self.prompt_lengths[row] = prompt_length
 
     def num_in_open_block(self, row: int, text_length: int) -> int:
         """How many tokens of a text of this length are in an open block; 0: all blocks are full."""
@@ -156,20 +149,24 @@ class BlockCache(KVCache):
     def commit(self, counts: list[int]) -> None:
         """Of the first counts[i] positions keep the prompt and full blocks, but no open block."""
         super().commit(counts)
-        for row in range(len(self.lengths))[self.rows]:
-            end = self.lengths[row]  # of what was fed; an idle row's is that of a full block
-            self.lengths[row] = end - self.num_in_open_block(row, end)
+        for row in self.rows:
+            self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def room(self, row: int, text_length: int) -> int:
-        """How many tokens a forward may accept: the places in the open block, or in the next."""
+        """The places in the open block, or in the next."""
         return self.size - self.num_in_open_block(row, text_length)
 
     def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
         """The rows whose last block is full, as long as another row has an open one."""
-        full = set()
-        for row, length in text_lengths.items():
-            if self.num_in_open_block(row, length) == 0:
-                full.add(row)
-        if len(full) == len(text_lengths):
-            return set()
-        return full
+        full = {row for row, n in text_lengths.items() if self.num_in_open_block(row, n) == 0}
+        return full if len(full) < len(text_lengths) else set()
+
+
+def make_cache(model, rows: int, longest: int, options) -> KVCache:
+    """The cache for a model and decode.Options; longest: the most positions of a row."""
+    unit = 256 if options.compile else 64  # each span is compiled on its own
+    capacity = round_up(longest, unit)
+    settings = (model.config, rows, capacity, model.device, model.dtype, unit)
+    if options.block_cache:
+        return BlockCache(*settings, size=options.block_cache)
+    return KVCache(*settings)

@@ -30,20 +30,14 @@ At a temperature every position of the text has its own dice (plumbing/sampling.
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
 (Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
 
-`Lossless` is a decoding method as `Threshold` in decode.py is: the decoder feeds the real tokens,
-`feed` adds guesses and groups, `decide` says what is accepted. The cache keeps the real tokens and
-the guesses that hold.
+`Lossless` is a decoding method as `Threshold` in decode.py is.
 """
 
 import itertools
 import operator
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from plumbing.sampling import with_dice
-from plumbing.scheduler import num_in_common
+from plumbing.scheduler import Decision, Fed, Sequence, num_in_common
 
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 RUN = 3  # tokens that must have occurred before, for a guess from the text
@@ -52,28 +46,28 @@ MOST_LOOKED_UP = 10  # and at most, where they were right
 
 
 class Lossless:
-    """The decoding method of `verify`."""
+    """The decoding method of `verify`: see `Method` in plumbing/scheduler.py."""
 
-    def __init__(self, block: int, options, mask_id: int, is_batch_on_cpu: bool):
-        """block: B. options: decode.Options, of which temperature, seed and groups matter here."""
+    metric = "probability"
+
+    def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
+        """block: B."""
         self.block = block
         self.mask_id = mask_id
-        self.temperature = options.temperature
-        self.seed = options.seed
-        most_likely = int(1 / LEAST_PROBABILITY)  # the probabilities of all groups add up to 1
-        self.most_groups = min(options.groups or block + 1, most_likely)
-        if is_batch_on_cpu and not options.groups:
-            self.most_groups = 1  # every row is as wide as the widest, and each position costs
+        self.most_groups = min(block + 1, int(1 / LEAST_PROBABILITY))  # their odds add up to 1
         self.looks_up = not is_batch_on_cpu
-        self.widest = 1 + block + self.most_groups * block  # x, the masks' guesses, the groups
-        if self.looks_up:
-            self.widest += MOST_LOOKED_UP
+        if is_batch_on_cpu:
+            self.most_groups = 1  # every row is as wide as the widest, and each position costs
 
-    def feed(self, sequence, room: float, num_waiting: int) -> list[tuple[int, int, int]]:
-        """The guesses and groups of masks that follow a text: (token, pos, prefix) of each.
+    @property
+    def widest(self) -> int:
+        """The last token, the masks' guesses, those from the text, the groups."""
+        return 1 + self.block + MOST_LOOKED_UP + self.most_groups * self.block
 
-        After the text a b c, the guess d and the groups 0 and 1 of B = 2 masks. (prefix: `visible`
-        in model.py. Neither the room in a cache block nor the waiting prompts matter here.)
+    def feed(self, sequence: Sequence) -> list[Fed]:
+        """The guesses and groups of masks that follow a text.
+
+        After the text a b c, the guess d and the groups 0 and 1 of B = 2 masks:
 
             token    d | M M | M M
             pos      3 | 3 4 | 4 5
@@ -91,58 +85,20 @@ class Lossless:
                 positions.append((self.mask_id, pos, prefix))
         return positions
 
-    def decide(
-        self, model, hidden: Tensor, last: list[int], sequences: list
-    ) -> list[tuple[list[int], list[float], int]]:
-        """For each row the accepted tokens, their probabilities, and how many were fed as guesses.
+    def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
+        """The guesses that hold, and AR's token after them; then the guesses for the next forward.
 
-        hidden (R, T, D) of what was fed; last: the column of x, the last real token of each row. (A
-        row without a sequence is None.)
+        best: AR's tokens after x, g1, g2, ..., then what the masks of each group predict.
         """
-        guesses = [sequence.state.guesses if sequence else [] for sequence in sequences]
-        most = 1 + max(map(len, guesses))
-        columns = [list(range(first, first + most)) for first in last]
-        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))
-        ahead = [0] * len(sequences)
-        scores = with_dice(logits, sequences, self.temperature, self.seed, ahead)
-        best = scores.argmax(-1)  # of each row: AR's tokens after x, g1, g2, ...
-        probabilities = logits.softmax(-1).gather(-1, best[..., None])[..., 0]
-        decisions = []
-        for said, sure, guessed in zip(best.tolist(), probabilities.tolist(), guesses):
-            held = num_in_common(said, guessed)
-            decisions.append((said[: held + 1], sure[: held + 1], held))
-        self.look_ahead(model, hidden, last, sequences, decisions)
-        return decisions
-
-    def look_ahead(
-        self, model, hidden: Tensor, last: list[int], sequences: list, decisions: list
-    ) -> None:
-        """Set the guesses and groups that the next forward is fed."""
-        columns = []
-        num_useful = []
-        for sequence, first, (_, _, held) in zip(sequences, last, decisions):
-            masks = sequence.state.useful_masks(held, self.block) if sequence else range(0)
-            num_useful.append(len(masks))
-            num_padding = self.block - len(masks)
-            columns.append([first + place for place in masks] + [0] * num_padding)
-        # The first guess is for the place after the accepted tokens.
-        ahead = [len(accepted) for accepted, _, _ in decisions]
-        logits = model.logits_at(hidden, torch.tensor(columns, device=hidden.device))  # (R, B, V)
-        scores = with_dice(logits, sequences, self.temperature, self.seed, ahead)
-        candidates = scores.argmax(-1).tolist()
-        # An estimate of how likely a candidate is AR's choice. (At a temperature AR will roll the
-        # same dice, so a score that leads by far usually leads there, too.)
-        chances = scores.softmax(-1).amax(-1).tolist()
-        for row, sequence in enumerate(sequences):
-            if sequence is None:
-                continue
-            state = sequence.state
-            state.checked.append(len(state.guesses))
-            count = num_useful[row]
-            state.plan(candidates[row][:count], chances[row][:count], self.most_groups)
-            if self.looks_up:
-                accepted, _, _ = decisions[row]
-                state.guesses += state.lookup.guesses(sequence.text + accepted, state.guesses)
+        state = sequence.state
+        held = num_in_common(best, state.guesses)
+        accepted = best[: held + 1]
+        masks = state.useful_masks(held, self.block)
+        state.plan(best[masks], sure[masks], self.most_groups)
+        if self.looks_up:
+            text = sequence.text + accepted
+            state.guesses += state.lookup.guesses(text, from_masks=state.guesses)
+        return Decision(accepted, num_guesses=held)
 
 
 class Lookup:
@@ -161,7 +117,7 @@ class Lookup:
 
     def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
         """What comes after a text and the masks' guesses."""
-        self.judge(text)
+        self.judge(came=text[self.num_read :])
         for place in range(self.num_read, len(text)):
             self.place_after[tuple(text[place - RUN : place])] = place
         self.num_read = len(text)
@@ -171,9 +127,8 @@ class Lookup:
         self.found = text[place : place + MOST_LOOKED_UP]
         return self.found[: self.most]
 
-    def judge(self, text: list[int]) -> None:
-        """Set how many to offer, by how many of those that were found last have come."""
-        came = text[self.num_read :]
+    def judge(self, came: list[int]) -> None:
+        """Set how many to offer, by how many of those found last are in the text that came."""
         num_masks = len(self.from_masks)
         if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
             num_right = num_in_common(came[num_masks:], self.found)
@@ -187,9 +142,8 @@ class State:
     guesses: list[int] = field(default_factory=list)  # tokens for the next forward to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
     lookup: Lookup = field(default_factory=Lookup)
-    checked: list[int] = field(default_factory=list)  # number of guesses, of each forward
 
-    def useful_masks(self, held: int, block: int) -> range:
+    def useful_masks(self, held: int, block: int) -> slice:
         """Which masks predict a place that is open, and saw no guess that failed.
 
         Positions are counted from x, the last real token: after it come the guesses, then the
@@ -198,10 +152,10 @@ class State:
         """
         saw_no_failure = [j for j in self.groups if j <= held]
         if not saw_no_failure:
-            return range(0)
+            return slice(0)
         j = max(saw_no_failure)
         start = 1 + len(self.guesses) + self.groups.index(j) * block
-        return range(start + held - j, start + block)
+        return slice(start + held - j, start + block)
 
     def plan(self, candidates: list[int], chances: list[float], most_groups: int) -> None:
         """Set the guesses, as far as they are worth a position, and the groups to feed with them.

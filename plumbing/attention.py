@@ -4,14 +4,13 @@
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-from .cpu import fast_copy
 
 NARROW = 96  # positions per row: with more there is nothing left to gain from folding
 
@@ -41,53 +40,23 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     elif q.is_cuda and num_heads > k.size(1):  # fast kernels with a mask cannot share key heads
         k = k.repeat_interleave(num_heads // k.size(1), dim=1)
         v = v.repeat_interleave(num_heads // v.size(1), dim=1)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        # Torch goes block by block through the queries, and adds up in another order where fewer
-        # than 4 are left. Padded, a query's result does not depend on how many are beside it.
-        q = F.pad(q, (0, 0, 0, -num_queries % 4))
-        mask = F.pad(mask, (0, 0, 0, -num_queries % 4))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return y[:, :, :num_queries].reshape(R, num_heads, T, head_dim)
+    return y.reshape(R, num_heads, T, head_dim)
 
 
-def span_unit(model: nn.Module, compile: bool) -> int:
-    """Attention spans a multiple of so many slots of the cache, so that few shapes occur."""
-    if compile:
-        return 256
-    # Torch adds up over blocks of 192 slots, but over halves of a span between 192 and 384.
-    is_bfloat16_on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16
-    return 192 if is_bfloat16_on_cpu else 64
+def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:
+    """A forward for static shapes; on a GPU as one CUDA graph, which needs no Python.
 
-
-class FastModel:
-    """The forward of a model with one cache: the same results as model(...), sooner."""
-
-    def __init__(self, model: nn.Module, cache, compile: bool):
-        """compile: static shapes for all forwards but prefills."""
-        self.config = model.config
-        self.cache = cache
-        self.fast = fast_copy(model)
-        self.logits_at = self.fast.logits_at
-        self.compiled = compile_forward(model, cache) if compile else None
-        self.num_threads = torch.get_num_threads()  # a later change must not change how it rounds
-
-    def __call__(self, tokens: Tensor, pos: Tensor, mask: Tensor, is_prefill: bool) -> Tensor:
-        """Hidden states (R, T, D) of tokens (R, T), with a mask from the cache."""
-        forward = self.fast
-        if self.compiled and not is_prefill:
-            forward = self.compiled
-        mask = additive_mask(mask, self.config, self.num_threads, self.fast.dtype)
-        return forward(tokens, pos, mask, self.cache, attend_folded)
-
-
-def compile_forward(model: nn.Module, cache) -> Callable[..., Tensor]:
-    """The model's forward for static shapes; on a GPU as CUDA graphs, which need no Python."""
-    for keys, values in cache.layers:  # or a CUDA graph would copy the cache at each forward
-        torch._dynamo.mark_static_address(keys)
-        torch._dynamo.mark_static_address(values)
+    Guards on the model's modules (half a millisecond a token) are left out: nobody changes them.
+    """
+    for tensor in (cache.pos, cache.prefix, *itertools.chain(*cache.layers)):
+        torch._dynamo.mark_static_address(tensor)  # or a CUDA graph would copy it at each forward
     torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
-    mode = "reduce-overhead" if model.device.type == "cuda" else "default"
-    return torch.compile(model.forward, dynamic=False, mode=mode)
+    options = {
+        "triton.cudagraphs": cache.device.type == "cuda",
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+    }
+    return torch.compile(forward, dynamic=False, options=options)
 
 
 # ---------------------------------------------------------------------------------------- training

@@ -7,26 +7,22 @@ import torch
 from torch import Tensor
 
 
-def with_dice(
-    logits: Tensor, sequences: list, temperature: float, seed: int, ahead: list[int]
-) -> Tensor:
+def scores(logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
     """Scores (R, C, V) from logits (R, C, V); the token with the best score is the one to take.
 
-    Without a temperature they are the logits. At T > 0 they are logits + T * dice, of which the
-    best is a draw from p^(1/T). (logits / T + dice have the same order, but T may be tiny.)
-
-    Column c of a row is for the place len(text) + ahead + c of its sequence. (A row
-    without a sequence is None.)
+    noise: dice (R, C, V), None without a temperature. The best of logits + T * dice is a draw from
+    p^(1/T). (logits / T + dice have the same order, but T may be tiny.)
     """
-    if temperature == 0:
+    if noise is None:
         return logits
-    noise = torch.zeros_like(logits)
-    for of_row, sequence, num_ahead in zip(noise, sequences, ahead):
-        if sequence:
-            place = len(sequence.text) + num_ahead
-            for position, of_column in enumerate(of_row, start=place):
-                of_column += dice(seed, sequence.index, position, len(of_column), logits.device)
     return logits + temperature * noise
+
+
+def noise_at(places: list[list[tuple]], num_tokens: int, device: torch.device) -> Tensor:
+    """Dice (R, C, V) of places: for each row the (seed, index, position) of C tokens."""
+    return torch.stack(
+        [torch.stack([dice(*place, num_tokens, device) for place in row]) for row in places]
+    )
 
 
 @functools.lru_cache(maxsize=128)  # a guess and its check roll the same; 3 ms each with Qwen2.5's V

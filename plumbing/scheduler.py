@@ -1,64 +1,137 @@
-"""Which sequence sits in which row of the cache."""
+"""Sequences, and which of them sits in which row of the cache."""
 
 from collections import deque
+from typing import NamedTuple, Protocol
+
+from .arguments import check_request
+from .errors import UserError
 
 PREFILL = 4096  # positions of prompts, padding included, in one forward; more only for one prompt
 
 
-class Scheduler:
-    """The rows of a cache; a row that is done takes the next sequence of `waiting` at once.
+class Sequence:
+    """A prompt and the tokens accepted after it. `Decoder.add` makes them."""
 
-    A sequence has its `text` (token ids), its `prompt_length`, and is `done` or not.
-    """
+    def __init__(self, prompt: list[int], config, max_new: int, tau: float | None, index: int = 0):
+        """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
+        check_request(prompt, max_new, config.vocab_size)
+        if len(prompt) + max_new > config.max_position_embeddings:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
+                f"{config.max_position_embeddings} positions: shorten it, or lower --max-new"
+            )
+        self.text = [int(token) for token in prompt]  # then every accepted token
+        self.prompt_length = len(prompt)
+        self.max_new = int(max_new)
+        self.tau = tau  # read before and after every forward: it may be set between two
+        self.index = index
+        self.stop = set(config.eos_token_id)
+        self.state = None  # what the decoding method keeps from one forward to the next
+        self.done = False  # set it to cancel the sequence
+        # An entry for each forward, prefill included:
+        self.accepted: list[int] = []  # number of accepted tokens
+        self.widths: list[int] = []  # number of positions computed, masks and padding included
+
+    @property
+    def tokens(self) -> list[int]:
+        """The accepted tokens, with the end-of-turn token if it came."""
+        return self.text[self.prompt_length :]
+
+    @property
+    def forwards(self) -> int:
+        return len(self.accepted)
+
+    def take(self, tokens: list[int], width: int) -> list[int]:
+        """Accept what one forward gave, up to an end-of-turn token and max_new; what was taken."""
+        taken = []
+        for token in tokens:
+            if self.done:
+                break
+            self.text.append(token)
+            taken.append(token)
+            self.done = token in self.stop or len(self.tokens) == self.max_new
+        self.accepted.append(len(taken))
+        self.widths.append(width)
+        return taken
+
+
+Fed = tuple[int, int, int]  # token, pos and prefix (`visible` in model.py) of a position
+
+
+class Decision(NamedTuple):
+    tokens: list[int]  # the accepted ones
+    num_guesses: int  # how many of them the forward was fed as guesses: they are in the cache
+
+
+class Method(Protocol):
+    """How to decode. Threshold in decode.py is the paper's way, Lossless in lossless.py is ours."""
+
+    widest: int  # the most positions of a row in a forward, prefills aside
+
+    def feed(self, sequence: Sequence) -> list[Fed]:
+        """What a forward is fed after the text: guesses and masks."""
+
+    def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
+        """What is accepted. best: the token that each position predicts; sure: how sure it is.
+
+        Position 0 is the last token of the text; the others are what `feed` gave.
+        """
+
+
+class Scheduler:
+    """The rows of a cache; a row that is done takes the next sequence of `waiting` at once."""
 
     def __init__(self, cache, rows: int, block: int):
         """block: B, how many masks a prefill has after the prompt."""
         self.cache = cache
         self.block = block
-        self.waiting = deque()
-        self.sequences = [None] * rows  # in each row a sequence, or None
+        self.waiting: deque[Sequence] = deque()
+        self.sequences: list[Sequence | None] = [None] * rows  # in each row
 
-    def num_waiting(self) -> int:
-        return sum(not sequence.done for sequence in self.waiting)
+    def schedule(self) -> tuple[list[int], list[Sequence | None], bool]:
+        """Who is in the next forward: rows of the cache, their sequences, and is it a prefill?
+
+        A prefill has only rows that begin; any other forward has all rows, and a row that is idle
+        or must wait has None. No rows: there is nothing to do.
+        """
+        self.admit()
+        running = {}
+        for row, sequence in enumerate(self.sequences):
+            if sequence and not sequence.done:
+                running[row] = sequence
+        new = [row for row in running if self.cache.lengths[row] < running[row].prompt_length]
+        if new:
+            rows = self.that_fit(new)
+            return rows, [running[row] for row in rows], True
+        if not running:
+            return [], [], False
+        self.clear_done()  # after `admit`, which may reuse what these rows hold
+        waits = self.cache.rows_that_wait({row: len(each.text) for row, each in running.items()})
+        rows = list(range(len(self.sequences)))
+        return rows, [None if row in waits else running.get(row) for row in rows], False
 
     def admit(self) -> None:
         """Give each free row a waiting sequence."""
         for row, sequence in enumerate(self.sequences):
-            if sequence and not sequence.done:
-                continue
-            while self.waiting and (self.waiting[0].done or self.waiting[0] in self.sequences):
-                self.waiting.popleft()  # cancelled, or admitted when Ctrl-C came
-            if not self.waiting:
-                return
-            new = self.waiting[0]
-            self.cache.begin(row, self.shared_prefix(row, new), new.prompt_length)
-            self.sequences[row] = new
-            self.waiting.popleft()  # last: Ctrl-C loses no sequence
+            while self.waiting and self.waiting[0].done:  # cancelled
+                self.waiting.popleft()
+            is_free = sequence is None or sequence.done
+            if is_free and self.waiting:
+                new = self.waiting.popleft()
+                self.cache.begin(row, new.prompt_length, self.shared_prefix(row, new))
+                self.sequences[row] = new
 
-    def rows_to_prefill(self) -> slice:
-        """The first adjacent rows whose prompts are not in the cache, if they fit one forward."""
-        needs_prefill = []
-        for sequence, length in zip(self.sequences, self.cache.lengths):
-            is_running = sequence is not None and not sequence.done
-            needs_prefill.append(is_running and length < sequence.prompt_length)
-        if True not in needs_prefill:
-            return slice(0)
-        first = needs_prefill.index(True)
-        end = first
-        most_kept = 0
-        widest = 0
-        while end < len(needs_prefill) and needs_prefill[end]:
-            num_kept = self.cache.lengths[end]
-            most_kept = max(most_kept, num_kept)
-            widest = max(widest, len(self.sequences[end].text) - num_kept + self.block)
-            is_too_much = widest * (end + 1 - first) > PREFILL
-            is_too_long = most_kept + widest > self.cache.capacity
-            if end > first and (is_too_much or is_too_long):
-                break
-            end += 1
-        return slice(first, end)
+    def that_fit(self, rows: list[int]) -> list[int]:
+        """The first of these rows, as many as fit one prefill; at least one."""
+        for count in range(len(rows), 1, -1):
+            kept = [self.cache.lengths[row] for row in rows[:count]]
+            prompts = [self.sequences[row].prompt_length for row in rows[:count]]
+            width = max(p - k for p, k in zip(prompts, kept)) + self.block
+            if count * width <= PREFILL and max(kept) + width <= self.cache.capacity:
+                return rows[:count]
+        return rows[:1]
 
-    def shared_prefix(self, row: int, new) -> int:
+    def shared_prefix(self, row: int, new: Sequence) -> int:
         """How many tokens of a new prompt the row holds already: a conversation, a system message.
 
         The last token of a prompt is always fed: it predicts the first new one.
@@ -69,11 +142,11 @@ class Scheduler:
         return num_in_common(held, new.text[:-1])
 
     def clear_done(self) -> None:
-        """Empty the rows that are done, or attention would still span their positions."""
+        """Empty the rows that are done."""
         for row, sequence in enumerate(self.sequences):
             if sequence and sequence.done:
                 self.sequences[row] = None
-                self.cache.begin(row)
+                self.cache.clear(row)
 
 
 def num_in_common(one: list[int], other: list[int]) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from decode import Decoder, Options, Sequence
+from lossless import Lossless
 from model import Qwen2
 from plumbing.sampling import dice
 
@@ -29,6 +30,18 @@ def random_options(rng: random.Random) -> dict:
         "temperature": rng.choice([0.0, 0.0, 0.7, 1.0]),
         "seed": rng.randrange(100),
     }
+
+
+def use_lossless(monkeypatch, groups: int, looks_up: bool = False) -> None:
+    """Let every `verify` have up to so many groups, in a batch on a CPU, too."""
+
+    def method(block: int, mask_id: int, is_batch_on_cpu: bool) -> Lossless:
+        made = Lossless(block, mask_id, is_batch_on_cpu=False)
+        made.most_groups = groups
+        made.looks_up = looks_up
+        return made
+
+    monkeypatch.setattr("decode.Lossless", method)
 
 
 def one_token_tau(metric: str) -> float:
@@ -100,12 +113,11 @@ def by_hand(
     temperature: float = 0.0,
     seed: int = 0,
     index: int = 0,
-    confidences: list[float] | None = None,
 ) -> tuple[list[int], list[int]]:
     """The tokens, and how many each forward gave: one text, no cache, no code of decode.py.
 
     tau may be a function of the step. With `block_cache` no candidate is beyond the end of a block
-    of so many tokens (the paper's policy). Each token's confidence is appended to `confidences`.
+    of so many tokens (the paper's policy).
     """
     tokens = []
     accepted = []
@@ -128,8 +140,6 @@ def by_hand(
             if accepted[-1] > 0 and not passes:
                 break
             tokens.append(token)
-            if confidences is not None:
-                confidences.append(sure)
             accepted[-1] += 1
             if token in model.config.eos_token_id or len(tokens) == max_new:
                 return tokens, accepted

@@ -20,12 +20,13 @@ from decoding import (
     decode_each,
     greedy,
     mean,
+    one_token_tau,
     outcome,
     random_block_cache,
     random_options,
 )
 
-from decode import Decoder, Options, Sequence, generate, is_plain_ar, naive
+from decode import Decoder, Options, Sequence, Threshold, confidences, generate, naive
 from model import load
 from plumbing.errors import UserError
 
@@ -58,16 +59,14 @@ def test_every_row_of_a_ragged_batch_is_the_slow_decoder(policy):
         taus = [rng.choice([options["tau"], low, high, rng.uniform(low, high)]) for _ in prompts]
         results = decode_each(model, prompts, taus, rows=rng.randint(1, 8), **options)
         for i, (prompt, tau, result) in enumerate(zip(prompts, taus, results)):
-            sure = []
-            expected = by_hand(model, prompt, index=i, confidences=sure, **options | {"tau": tau})
+            expected = by_hand(model, prompt, index=i, **options | {"tau": tau})
             assert outcome(result) == expected, seed
-            assert result.confidences == pytest.approx(sure)
             assert max(result.accepted) <= options["block"] + 1 and MASK not in result.tokens
             if len(result.tokens) < options["max_new"]:
                 num_ended_early += 1
             if policy == "block" and len(result.tokens) > options["block_cache"]:
                 num_across_blocks += 1
-            if not is_plain_ar(tau, options["metric"]) and options["max_new"] > 2:
+            if tau != one_token_tau(options["metric"]) and options["max_new"] > 2:
                 accepted += result.accepted
     assert mean(accepted) > 1.4 and num_ended_early > 10
     assert policy == "cursor" or num_across_blocks > 10
@@ -95,45 +94,94 @@ def test_naive_is_the_slow_decoder(toy):
     assert sum(len(r.tokens) for r in results) / sum(r.forwards for r in results) >= 2
 
 
-# -------------------------------------------------------------------------------------------- tau
+# -------------------------------------------------------------------------- acceptance and tau
+
+
+def test_acceptance_by_hand():
+    rows = [[0.6, 0.3, 0.1], [0.9, 0.1, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]
+    probs = torch.tensor([rows], dtype=torch.float64)
+    candidates = probs.argmax(-1)
+    by_hand = {  # the confidences, and for each tau how many are accepted
+        "probability": ([0.6, 0.9, 0.5, 1.0], {0.95: 1, 0.9: 2, 0.5: 4}),
+        "margin": ([0.3, 0.8, 0.0, 1.0], {0.9: 1, 0.7: 2, 0.0: 4}),
+        "entropy": ([0.8979, 0.3251, 0.6931, 0.0], {0.3: 1, 0.4: 2, 0.7: 4}),
+    }
+    for metric, (expected, lengths) in by_hand.items():
+        confidence = confidences(probs, candidates, metric)
+        assert confidence[0].tolist() == pytest.approx(expected, abs=1e-4)
+        for tau, length in lengths.items():
+            sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=9, tau=tau)
+            method = Threshold(block=3, metric=metric, mask_id=MASK)
+            decision = method.decide(sequence, candidates[0].tolist(), confidence[0].tolist())
+            assert decision == (candidates[0, :length].tolist(), 0)
+    drawn = torch.tensor([[1, 1, 0, 0]])  # at a temperature a candidate need not be the best
+    found = confidences(probs, drawn, "probability")
+    assert found[0].tolist() == pytest.approx([0.3, 0.1, 0.5, 1.0])
+
+
+def test_a_confidence_of_tau_passes():
+    """For the loop and for naive. Here each of 7 tokens has the same probability, exactly."""
+    model = endless_model()
+    model.head.data.zero_()
+    tau = torch.zeros(7).double().softmax(0)[0].item()
+    [result] = generate(model, [[2]], tau=tau, block=3, max_new=8)
+    assert result.accepted == [4, 4]
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    naive(model, [2], tau, block=3, max_new=8)
+    assert len(forwards) == 2
+
+
+def test_defaults():
+    """An entropy of .95 nats would be a loose tau: it has a default of its own."""
+    assert Options().tau == 0.95 and Options(metric="margin").tau == 0.95
+    assert Options(metric="entropy").tau == 0.2
+    assert Options(verify=True).tau is None and Options(verify=True, metric="entropy").tau is None
+    model = tiny_model(random.Random(0))
+    assert Decoder(model, Options(), 1, 10).block == 4
+    model.config.block = 3
+    assert Decoder(model, Options(), 1, 10).block == 3
+    assert Decoder(model, Options(block=5), 1, 10).block == 5
+
+
+def test_a_one_token_row_among_others_stays_one():
+    """Its confidence may be exactly 1, or its entropy exactly 0: only tau decides."""
+    model = tiny_model(random.Random(1))
+    model.head.data *= 1e4  # every probability is 0 or 1
+    prompts = [random_prompt(random.Random(i), 6) for i in (0, 1)]
+    for metric, taus in (("probability", [1.0, 0.9999]), ("entropy", [0.0, 0.001])):
+        one, other = decode_each(model, prompts, taus, metric=metric, max_new=20)
+        assert one.accepted == [1] * len(one.tokens)
+        assert max(other.accepted) == 5
+        assert naive(model, prompts[0], tau=1, block=4, max_new=20) == one.tokens
+
+
+def test_a_tiny_temperature_is_greedy():
+    """No overflow into NaN."""
+    model = tiny_model(random.Random(1))
+    for options in ({"tau": 0.3}, {"verify": True}):
+        [cold] = generate(model, [[2, 3]], temperature=1e-40, max_new=20, **options)
+        [greedy] = generate(model, [[2, 3]], max_new=20, **options)
+        assert cold.tokens == greedy.tokens
 
 
 def test_tau_acts_at_the_next_step():
-    """tau is a function that changes between any two forwards."""
-    now = [1.0]
+    """`sequence.tau` may be set between any two forwards."""
     accepted = {0.2: [], 1.0: []}
-    options = Options(tau=lambda waiting: now[0], block=4, max_new=40)
     for seed in cases(10, 100):
         rng = random.Random(8000 + seed)
         model = tiny_model(rng)
         prompt = random_prompt(rng, 9)
         schedule = [rng.choice([0.2, 1.0]) for _ in range(40)]
-        decoder = Decoder(model, options, rows=8, longest=49)
+        decoder = Decoder(model, Options(block=4, max_new=40), rows=8, longest=49)
         sequence = decoder.add(prompt)
         for tau in schedule:
-            now[0] = tau
+            sequence.tau = tau
             if not sequence.done:
                 decoder.step()
                 accepted[tau].append(sequence.accepted[-1])
         assert outcome(sequence) == by_hand(model, prompt, schedule.__getitem__, 4, max_new=40)
     assert set(accepted[1.0]) == {1} and mean(accepted[0.2]) > 2
-
-
-def test_tau_follows_the_load(toy):
-    """The function gets the number of waiting prompts: here one token at a time while any wait."""
-    model, prompts = toy
-    loads = []
-
-    def tau(waiting: int) -> float:
-        loads.append(waiting)
-        return 1.0 if waiting else 0.8
-
-    decoder = Decoder(model, Options(tau=tau, max_new=40), rows=2, longest=300)
-    sequences = [decoder.add(prompt) for prompt in prompts[:7]]
-    sequences[4].done = sequences[5].done = True  # cancelled: they no longer wait
-    list(decoder)
-    assert loads[:2] == [3, 3] and loads == sorted(loads, reverse=True) and loads[-1] == 0
-    assert set(sequences[0].accepted) == {1} and max(sequences[6].accepted) == 5
 
 
 def test_one_token_mode_is_greedy_ar_in_bfloat16(toy):
@@ -195,14 +243,14 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
     [
         ({"tau": float("nan")}, "tau nan"),
         ({"tau": "0.9"}, "tau '0.9': must be a number"),
-        ({"tau": lambda waiting: 7}, "tau 7.0: must be between 0 and 1"),
+        ({"tau": 7}, "tau 7.*: must be between 0 and 1"),
         ({"tau": -0.1, "metric": "entropy"}, "at least 0"),
         ({"tau": float("inf"), "metric": "entropy"}, "tau inf: must be at least 0"),
         ({"metric": None}, "metric None: must be one of probability, margin, entropy"),
         ({"block": 1000}, "block 1000.* exceeds the model's 512 positions"),
         ({"rows": 0}, "rows 0: must be at least 1"),
         ({"temperature": None}, "temperature None: must be a number"),
-        ({"verify": True, "tau": lambda waiting: 0.9}, "--verify takes no --tau"),
+        ({"verify": True, "tau": 0.9}, "--verify takes no --tau"),
     ],
 )
 def test_options_that_cannot_run(options, message):

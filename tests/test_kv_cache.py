@@ -29,9 +29,13 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
         cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # the longer decides on the span
         feeds = [random_positions(rng, length) for length in cache.lengths]
         width = max(map(len, feeds))
-        padded = [feed + [(0, 1)] * (width - len(feed)) for feed in feeds]
+        cache.pos += rng.randint(0, 9)  # what earlier forwards left
+        for row, length in enumerate(cache.lengths):
+            cache.pos[row, :length] = torch.arange(length)
+            cache.prefix[row, :length] = torch.arange(length) + 1
+        padded = [feed + [(200, 201)] * (width - len(feed)) for feed in feeds]
         pos, prefix = torch.tensor(padded).unbind(-1)
-        cache.reserve(width)
+        cache.reserve(width, [0, 1])
         mask = cache.mask(pos, prefix)
         assert mask.shape == (2, 1, width, cache.span) and mask.dtype == torch.bool
         for row, (length, feed) in enumerate(zip(cache.lengths, feeds)):
@@ -51,18 +55,21 @@ def test_the_cache_refuses_what_does_not_fit():
     """Before anything is written; only real positions count, and a new text may keep some."""
     model = tiny_model(random.Random(0))
     cache = KVCache(model.config, 2, 10, "cpu", torch.float64)
-    cache.reserve(10)  # what just fits
+    cache.reserve(10, [0, 1])  # what just fits
     cache.commit([8, 3])
     with pytest.raises(ValueError, match="8 \\+ 3 positions exceed the capacity of 10"):
-        cache.reserve(3)
+        cache.reserve(3, [0, 1])
     assert cache.lengths == [8, 3]
-    cache.begin(0, num_kept=2)
-    assert cache.reserve(3).tolist() == [[2, 3, 4], [3, 4, 5]]
+    cache.begin(0, prompt_length=9, num_kept=2)
+    cache.reserve(3, [0, 1])
+    assert cache.slots.tolist() == [[2, 3, 4], [3, 4, 5]]
     with pytest.raises(ValueError, match="row 0 holds 2 positions, not 5"):
-        cache.begin(0, num_kept=5)
-    cache.begin(0)
+        cache.begin(0, prompt_length=9, num_kept=5)
+    with pytest.raises(ValueError, match="row 0 holds 2 positions, not 2"):
+        cache.begin(0, prompt_length=2, num_kept=2)
+    cache.clear(0)
     assert cache.lengths == [0, 3]
-    assert cache.room(0, text_length=99) >= 10 and cache.rows_that_wait({0: 4, 1: 5}) == set()
+    assert cache.rows_that_wait({0: 4, 1: 5}) == set()
 
 
 def test_the_drawing_by_hand():
@@ -70,7 +77,8 @@ def test_the_drawing_by_hand():
     config = tiny_model(random.Random(0)).config
     cache = KVCache(config, 2, 64, "cpu", torch.float64)
     cache.lengths = [4, 6]
-    assert cache.reserve(5).tolist() == [[4, 5, 6, 7, 8], [6, 7, 8, 9, 10]]
+    cache.reserve(5, [0, 1])
+    assert cache.slots.tolist() == [[4, 5, 6, 7, 8], [6, 7, 8, 9, 10]]
     new = torch.arange(1.0, 6.0).double()[:, None]  # position i is filled with i + 1
     new = new.expand(2, config.num_key_value_heads, 5, config.head_dim)
     keys, values = cache.write(0, new, -new)
@@ -78,7 +86,7 @@ def test_the_drawing_by_hand():
     assert values[1, -1, :, -1].tolist() == [0] * 6 + [-1, -2, -3, -4, -5] + [0] * 53
     cache.commit([2, 1])
     assert cache.lengths == [6, 7]
-    cache.reserve(2, slice(1, 2))  # one row alone: the other keeps everything
+    cache.reserve(2, [1])  # one row alone: the other keeps everything
     cache.write(0, new[:1, :, :2] + 10, new[:1, :, :2])
     assert keys[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] + [0] * 55
     assert keys[1, 0, :, 0].tolist() == [0] * 6 + [1, 11, 12, 4, 5] + [0] * 53
@@ -89,7 +97,7 @@ def test_the_span_is_the_longest_row_rounded_up():
     config = tiny_model(random.Random(0)).config
     cache = KVCache(config, 3, 300, "cpu", torch.float64)
     cache.lengths = [59, 290, 60]
-    for rows, span in ((slice(0, 1), 64), (slice(2, 3), 128), (slice(None), 300)):
+    for rows, span in (([0], 64), ([0, 2], 128), ([0, 1, 2], 300)):
         cache.reserve(5, rows)
         assert cache.span == span
 

@@ -6,7 +6,6 @@ import pytest
 from common import cases, endless_model, random_prompt, tiny_model
 from decoding import by_hand, decode_each, outcome
 
-import decode
 from decode import Decoder, Options
 
 
@@ -22,7 +21,7 @@ def test_a_row_that_is_done_lengthens_nothing():
 @pytest.mark.parametrize("block, block_cache", [(8, None), (2, 20), (8, 20)])
 def test_the_cache_has_room_for_the_widest_feed(block, block_cache, monkeypatch):
     """A long row near its end gets the width of its neighbours' feeds, which are young and fast."""
-    monkeypatch.setattr(decode, "span_unit", lambda *_: 1)  # no room because of rounding
+    monkeypatch.setattr("kv_cache.round_up", lambda n, _: n)  # no room because of rounding
     model = endless_model()
     prompts = [[2] * 60] + 30 * [[3]]
     taus = [1] + 30 * [0]
@@ -32,7 +31,7 @@ def test_the_cache_has_room_for_the_widest_feed(block, block_cache, monkeypatch)
 
 
 def test_prompts_that_wait_are_prefilled_together(monkeypatch):
-    """As many as there are free rows next to each other, but not more positions than PREFILL."""
+    """As many as there are free rows, but not more positions than PREFILL."""
     lengths = [10, 30, 10, 60, 5, 5, 5]
     monkeypatch.setattr("plumbing.scheduler.PREFILL", 100)
     decoder = Decoder(endless_model(), Options(tau=1, max_new=5, block=2), rows=5, longest=65)
