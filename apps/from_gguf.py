@@ -6,11 +6,9 @@
 The weights in such a file have no checksum: a damaged number among them is not noticed.
 """
 
-import math
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
@@ -18,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import Config, Qwen2
-from plumbing.arguments import Parser, path
+from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.config import parse_config
 from plumbing.errors import UserError, failure_as, run_main, stop
@@ -26,14 +24,13 @@ from plumbing.files import check_shapes, save, write_json
 from plumbing.signals import exit_on_sigterm
 
 try:
-    from gguf import GGUF_MAGIC, GGMLQuantizationType
-    from gguf.quants import dequantize, quant_shape_to_byte_shape
+    from gguf import GGUFReader, ReaderTensor
+    from gguf.quants import dequantize
 except ImportError:
     if __name__ == "__main__":
         stop("gguf is not installed: pip install --no-deps gguf")
     raise
 
-TYPES = "u1 i1 u2 i2 u4 i4 f4 ? text list u8 i8 f8".split()  # of values, as the format counts them
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 NAMES = {  # in a GGUF file: in a checkpoint
     "token_embd": "model.embed_tokens",
@@ -56,57 +53,8 @@ WORDS = (  # how Qwen2 cuts a text into words
 )
 
 
-class Reader:
-    """Reads a file from its start; numpy refuses a length that goes beyond the file's end."""
-
-    def __init__(self, file: Path):
-        self.content = np.memmap(file, mode="r")
-        self.place = 0
-
-    def numbers(self, kind: str, count: int) -> np.ndarray:
-        found = np.frombuffer(self.content, f"<{kind}", count, self.place)
-        self.place += found.nbytes
-        return found
-
-    def value(self, kind: str):
-        if kind == "text":
-            return self.numbers("u1", self.value("u8")).tobytes().decode()
-        if kind != "list":
-            return self.numbers(kind, 1).item()
-        kind = TYPES[self.value("u4")]
-        count = self.value("u8")
-        if kind in ("text", "list"):
-            return [self.value(kind) for _ in range(count)]
-        return self.numbers(kind, count)
-
-
-def read(file: Path) -> tuple[dict, dict[str, tuple]]:
-    """The fields of a GGUF file, and its tensors: (bytes, their format)."""
-    reader = Reader(file)  # gguf's own takes ten times as long, and all memory for a wrong length
-    if reader.numbers("u4", 2).tolist() != [GGUF_MAGIC, 3]:
-        raise ValueError("not a GGUF file of version 3")
-    num_tensors, num_fields = reader.numbers("u8", 2).tolist()
-    fields = {}
-    for _ in range(num_fields):
-        name = reader.value("text")
-        fields[name] = reader.value(TYPES[reader.value("u4")])
-    headers = []
-    for _ in range(num_tensors):
-        name = reader.value("text")
-        shape = reader.numbers("u8", reader.value("u4")).tolist()[::-1]
-        kind = GGMLQuantizationType(reader.value("u4"))
-        headers.append((name, quant_shape_to_byte_shape(shape, kind), kind, reader.value("u8")))
-    alignment = fields.get("general.alignment", 32)
-    begin = math.ceil(reader.place / alignment) * alignment
-    tensors = {}
-    for name, shape, kind, offset in headers:
-        reader.place = begin + offset
-        tensors[name] = (reader.numbers("u1", math.prod(shape)).reshape(shape), kind)
-    return fields, tensors
-
-
 def read_config(fields: dict) -> dict:
-    """config.json, but for what only the tensors tell."""
+    """config.json, except for `tie_word_embeddings`, which only the tensors tell."""
     family = fields["general.architecture"]
     rules = fields["tokenizer.ggml.pre"]
     if (family, rules) not in (("llama", "smollm"), ("qwen2", "qwen2")):
@@ -114,9 +62,9 @@ def read_config(fields: dict) -> dict:
     if f"{family}.rope.scaling.type" in fields:
         raise ValueError("scaled rotary angles are not supported")
     words = fields["tokenizer.ggml.tokens"]
-    ends = {fields["tokenizer.ggml.eos_token_id"]: None}
+    ends = [fields["tokenizer.ggml.eos_token_id"]]
     if family == "qwen2":  # its own generation_config.json has this one as well
-        ends[words.index("<|endoftext|>")] = None
+        ends.append(words.index("<|endoftext|>"))
     return {
         "model_type": family,
         "vocab_size": len(words),
@@ -128,13 +76,13 @@ def read_config(fields: dict) -> dict:
         "max_position_embeddings": fields[f"{family}.context_length"],
         "rope_theta": fields[f"{family}.rope.freq_base"],
         "rms_norm_eps": round(fields[f"{family}.attention.layer_norm_rms_epsilon"], 9),
-        "eos_token_id": list(ends),
+        "eos_token_id": ends,
     }
 
 
 def read_tokenizer(fields: dict) -> Tokenizer:
     """Byte-level BPE, after SmolLM2's or Qwen2's rules of what a word is."""
-    words = list(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"].tolist()))
+    words = list(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]))
     # Unused tokens are names for rows that pad the embedding: <|mask|> gets the first of these.
     ids = {word: id for id, (word, kind) in enumerate(words) if kind != UNUSED}
     if len(ids) != max(ids.values()) + 1:
@@ -159,13 +107,13 @@ def read_tokenizer(fields: dict) -> Tokenizer:
     return tokenizer
 
 
-def read_weights(tensors: dict[str, tuple], config: dict) -> dict[str, Tensor]:
+def read_weights(tensors: list[ReaderTensor], config: dict) -> dict[str, Tensor]:
     """All weights in bfloat16, by their names in a checkpoint."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
-    for place, packed in tqdm(tensors.items(), "unpacking", leave=False, disable=None):
-        weight = torch.from_numpy(dequantize(*packed).copy())
-        *layer, name, kind = place.split(".")  # blk.3.attn_q.weight, output_norm.weight
+    for packed in tqdm(tensors, "unpacking", leave=False, disable=None):
+        weight = torch.from_numpy(dequantize(packed.data, packed.tensor_type).copy())
+        *layer, name, kind = packed.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
         if config["model_type"] == "llama" and name in heads:
             # llama.cpp puts the two numbers that are rotated side by side: not so in a Qwen2.
             pairs = weight.unflatten(0, (heads[name], -1, 2))  # (heads, head_dim / 2, 2, D)
@@ -174,7 +122,8 @@ def read_weights(tensors: dict[str, tuple], config: dict) -> dict[str, Tensor]:
         weights[f"{prefix}{NAMES[name]}.{kind}"] = weight.bfloat16()
     if HEAD in weights and (weights[HEAD] - weights[EMBEDDING]).norm() < 0.5 * weights[HEAD].norm():
         # They were one matrix, rounded twice: the one in more bits serves for both.
-        if tensors["output.weight"][0].nbytes > tensors["token_embd.weight"][0].nbytes:
+        num_bytes = {packed.name: packed.n_bytes for packed in tensors}
+        if num_bytes["output.weight"] > num_bytes["token_embd.weight"]:
             weights[EMBEDDING] = weights[HEAD]
         del weights[HEAD]
     return weights
@@ -197,9 +146,10 @@ def unpack(file: Path, directory: Path) -> None:
         failure_as(f"{file}: damaged, or not of a Llama like SmolLM2 or a Qwen2"),
         tempfile.TemporaryDirectory(prefix=f"{file.name}-") as folder,
     ):
-        fields, tensors = read(file)
+        content = GGUFReader(file)
+        fields = {name: field.contents() for name, field in content.fields.items()}
         config = read_config(fields)
-        weights = read_weights(tensors, config)
+        weights = read_weights(content.tensors, config)
         config["tie_word_embeddings"] = HEAD not in weights
         check(file, config, weights)
         settings = {
@@ -215,8 +165,8 @@ def unpack(file: Path, directory: Path) -> None:
 
 def main() -> None:
     parser = Parser("Write a GGUF file of a Llama or Qwen2 as an ordinary checkpoint.")
-    parser.add_argument("file", metavar="FILE", type=path, help="a GGUF file")
-    parser.add_argument("directory", metavar="DIRECTORY", type=path, help="the directory to write")
+    parser.add_argument("file", metavar="FILE", type=Path, help="a GGUF file")
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="the directory to write")
     args = parser.parse_args()
     exit_on_sigterm()
     if args.directory.exists() and any(args.directory.iterdir()):

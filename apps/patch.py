@@ -4,27 +4,112 @@
     python -m apps.patch apply BASE FILE OUT
 
 BASE and TUNED are directories or hub ids. The patch fits only the base that it was made from.
+
+Training moves every matrix W (n, m) mostly along a few directions: the difference is nearly a
+product of two thin matrices, kept as whole numbers and a scale for each direction. (Many coarse
+directions keep more than a few exact ones. But the right matrix says which inputs a change answers
+to: rounded coarsely, it would answer to others, too.) Vectors and the embedding of `<|mask|>` are
+kept whole. The file is a safetensors file, compressed as gzip does, which also notices any damage.
 """
 
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from model import Config, load
-from plumbing.arguments import Parser, number, path
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from model import load
+from plumbing.arguments import Parser, number
 from plumbing.config import config_json
 from plumbing.errors import UserError, failure_as, run_main
-from plumbing.files import check_shapes, has_model, save
-from plumbing.patch import apply_patch, fingerprint, make_patch, read_patch, write_patch
+from plumbing.files import atomic_write, check_shapes, has_model, save
 from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
+FACTS = "facts"  # the tensor that holds the bytes of a JSON object
+LEFT, RIGHT, SCALE, VECTOR, ROW = ".left", ".right", ".scale", ".difference", ".mask_row"
+LEFT_STEP, RIGHT_STEP = 0.7, 0.12  # of rounding; a number takes about 3 bits, and 5
 
-def settings(config: Config) -> dict:
-    """What neither training nor loading changes."""
-    return config_json(replace(config, block=None, mask_token_id=None))
+
+def is_embedding(name: str) -> bool:
+    return name in ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def make(base: str, tuned: str, file: Path, rank: int, license: str) -> None:
+def make_patch(base: Mapping, tuned: Mapping, mask_id: int, rank: int) -> dict[str, Tensor]:
+    """The patch between two state_dicts of the same names and shapes."""
+    torch.manual_seed(0)  # svd_lowrank begins with random directions
+    patch = {}
+    for name, weight in tuned.items():
+        difference = weight.float() - base[name].float()
+        if weight.dim() == 1:
+            patch[name + VECTOR] = difference.bfloat16()
+            continue
+        if is_embedding(name):
+            patch[name + ROW] = difference[mask_id].bfloat16()
+            difference[mask_id] = 0
+        u, s, v = torch.svd_lowrank(difference, q=min(rank + 16, *weight.shape), niter=4)
+        patch[name + LEFT], left_scale = whole_numbers(u[:, :rank], s[:rank], LEFT_STEP)
+        patch[name + RIGHT], right_scale = whole_numbers(v[:, :rank], s[:rank], RIGHT_STEP)
+        patch[name + SCALE] = s[:rank] * left_scale * right_scale
+    return patch
+
+
+def whole_numbers(columns: Tensor, weights: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """int8 numbers (rank, n) of columns (n, rank), finer where one weighs more; scales (rank,).
+
+    step: by which they are rounded, in units of their root mean square.
+    """
+    step = step * (columns * weights).square().mean().sqrt()
+    numbers = (columns * weights / step.clamp(min=1e-30)).round().clamp(-127, 127)
+    scale = (numbers * columns).sum(dim=0) / numbers.square().sum(dim=0).clamp(min=1)
+    return numbers.T.to(torch.int8).contiguous(), scale
+
+
+def apply_patch(weights: dict[str, Tensor], patch: Mapping[str, Tensor], mask_id: int) -> None:
+    """Add the patch to a base's state_dict, in place."""
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            weight += patch[name + VECTOR]
+            continue
+        if is_embedding(name):
+            weight[mask_id] += patch[name + ROW]
+        left = patch[name + LEFT].T.float() * patch[name + SCALE]
+        weight += left @ patch[name + RIGHT].float()
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """A checksum of every tenth tensor; embeddings, whose mask row may be new, are left out."""
+    checksum = hashlib.sha256()
+    for name in sorted(name for name in weights if not is_embedding(name))[::10]:
+        checksum.update(name.encode())
+        checksum.update(weights[name].float().cpu().numpy().tobytes())
+    return checksum.hexdigest()
+
+
+def write_patch(path: Path, patch: dict[str, Tensor], facts: dict) -> None:
+    """facts: whatever can be JSON."""
+    text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+    # gzip's format, but looking for no repetitions: there are none, and the file gets smaller.
+    compressor = zlib.compressobj(wbits=31, strategy=zlib.Z_HUFFMAN_ONLY)
+    content = compressor.compress(safetensors.torch.save(patch | {FACTS: text}))
+    content += compressor.flush()
+    atomic_write(path, lambda file: file.write_bytes(content))
+
+
+def read_patch(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors and the facts of a patch."""
+    with failure_as(f"{path}: missing, damaged, or not a patch (apps.patch makes them)"):
+        patch = safetensors.torch.load(gzip.decompress(path.read_bytes()))
+        return patch, json.loads(bytes(patch.pop(FACTS).tolist()))
+
+
+def make(base: str, tuned: str, file: Path, rank: int) -> None:
     """Write the patch that turns `base` into `tuned`."""
     if file.exists():
         raise UserError(f"{file}: is there already; choose another name")
@@ -32,19 +117,19 @@ def make(base: str, tuned: str, file: Path, rank: int, license: str) -> None:
     after, chat = load(tuned)
     weights = before.state_dict()
     check_shapes(Path(tuned), expected=weights, found=after.state_dict())
-    if settings(before.config) != settings(after.config):
+    if replace(after.config, block=before.config.block) != before.config:
         raise UserError(f"{tuned}: is not a training of {base}: their config.json differ")
     patch = make_patch(weights, after.state_dict(), chat.mask_id, rank)
-    facts = {"base": base, "license": license, "block": after.config.block}
-    write_patch(file, patch, facts | {"fingerprint": fingerprint(weights)})
+    facts = {"base": base, "block": after.config.block, "fingerprint": fingerprint(weights)}
+    write_patch(file, patch, facts)
     note(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
 
 
 def apply(base: str, file: Path, out: Path, any_weights: bool) -> None:
     """Write the directory `out`: base and patch. UserError if the patch is for another model."""
-    patch, facts = read_patch(file)
     if has_model(out):
         raise UserError(f"{out}: has a model; choose another directory")
+    patch, facts = read_patch(file)
     model, chat = load(base)
     weights = model.state_dict()
     with failure_as(f"{file}: does not fit {base}"):
@@ -64,18 +149,17 @@ def main() -> None:
     new = commands.add_parser("make", description="Write the patch between two models.")
     new.add_argument("base", help="the model before training: a directory or hub id")
     new.add_argument("tuned", help="the model after training")
-    new.add_argument("file", type=path, help="the patch to write")
+    new.add_argument("file", type=Path, help="the patch to write")
     new.add_argument("--rank", type=number(int, 1), default=64, help="directions kept per matrix")
-    new.add_argument("--license", default="", help="of base, data and patch")
     use = commands.add_parser("apply", description="Write a model: base and patch.")
     use.add_argument("base", help="a directory or hub id")
-    use.add_argument("file", type=path, help="the patch")
-    use.add_argument("out", type=path, help="the directory to write")
+    use.add_argument("file", type=Path, help="the patch")
+    use.add_argument("out", type=Path, help="the directory to write")
     use.add_argument("--any-weights", action="store_true", help="even if the base has others")
     args = parser.parse_args()
     exit_on_sigterm()
     if args.command == "make":
-        make(args.base, args.tuned, args.file, args.rank, args.license)
+        make(args.base, args.tuned, args.file, args.rank)
     else:
         apply(args.base, args.file, args.out, args.any_weights)
 

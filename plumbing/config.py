@@ -1,10 +1,9 @@
 """config.json of transformers 4 or 5, to and from the fields of model.Config; what is refused."""
 
-import math
 from dataclasses import asdict, fields
+from math import inf
 from pathlib import Path
 
-from .chat import Chat
 from .errors import UserError
 from .files import read_json
 
@@ -26,9 +25,6 @@ def read_config(directory: Path, kind: type) -> object:
         if eos is not None:
             raw["eos_token_id"] = eos
     try:
-        if raw.get("eos_token_id") is None:  # transformers writes it only if it was told
-            chat = Chat(directory)
-            raw["eos_token_id"] = chat.tokenizer.token_to_id(chat.special.get("eos_token", ""))
         return kind(**parse_config(raw, kind))
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -45,14 +41,12 @@ def parse_config(raw: dict, kind: type) -> dict:
     require("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
     require("sliding-window attention", raw.get("use_sliding_window") or False, False)
 
-    raw = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
-    if "rope_theta" in rope:  # where transformers 5 writes it
-        raw["rope_theta"] = rope["rope_theta"]
     eos = raw.get("eos_token_id")
-    if not isinstance(eos, list):
-        eos = [eos]
-    raw["eos_token_id"] = tuple(eos)
-    return {f.name: raw[f.name] for f in fields(kind) if raw.get(f.name) is not None}
+    found = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
+    found["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
+    if "rope_theta" in rope:  # where transformers 5 writes it
+        found["rope_theta"] = rope["rope_theta"]
+    return {f.name: found[f.name] for f in fields(kind) if found.get(f.name) is not None}
 
 
 def require(name: str, value: object, *supported: object) -> None:
@@ -65,13 +59,12 @@ def check_config(config) -> None:
     """Raise ValueError for values of a model.Config that are impossible."""
     for field in fields(config):
         value = getattr(config, field.name)
-        is_number = field.type in (int, float, int | None) and field.name != "mask_token_id"
-        kinds, what = [int], "whole number"
-        if field.type is float:
-            kinds, what = [int, float], "number"
-        is_right = type(value) in kinds and 0 < value < math.inf
-        if is_number and value is not None and not is_right:
-            raise ValueError(f"{field.name} {value!r}: must be a {what} above 0")
+        if field.type == int | None and value is None:
+            continue
+        if field.type in (int, int | None) and not (type(value) is int and value > 0):
+            raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
+        if field.type is float and not (type(value) in (int, float) and 0 < value < inf):
+            raise ValueError(f"{field.name} {value!r}: must be a number above 0")
     head_dim = config.head_dim or config.hidden_size / config.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim:g}: must be even")

@@ -32,15 +32,18 @@ def has_model(directory: Path) -> bool:
 
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards in its index, straight to `device`."""
+    paths = [directory / "model.safetensors"]
+    index = directory / "model.safetensors.index.json"
+    if index.exists() and not paths[0].exists():
+        with failure_as(f"{index}: has no weight_map"):
+            paths = sorted({directory / name for name in read_json(index)["weight_map"].values()})
     tensors = {}
-    for path in weight_files(directory):
+    for path in paths:
         with (
             failure_as(f"{path}: missing, damaged, or too large for this machine"),
             safe_open(path, framework="pt", device=str(device)) as shard,
         ):
             for name in shard.keys():
-                if name in tensors:
-                    raise UserError(f"{path}: tensor {name} is in another file, too")
                 tensor = shard.get_tensor(name)
                 if tensor.itemsize < 2 or not tensor.is_floating_point():
                     raise UserError(f"{path}: {name} is {tensor.dtype}; get the model unquantized")
@@ -48,15 +51,6 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
                 if not tensors[name].sum().isfinite():  # quicker than to look at each number
                     raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
     return tensors
-
-
-def weight_files(directory: Path) -> list[Path]:
-    whole = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    if whole.exists() or not index.exists():
-        return [whole]
-    with failure_as(f"{index}: has no weight_map"):
-        return sorted(directory / name for name in set(read_json(index)["weight_map"].values()))
 
 
 def check_shapes(directory: Path, expected: Mapping, found: Mapping) -> None:
