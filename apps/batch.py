@@ -11,11 +11,12 @@ import json
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 from tqdm import tqdm
 
 from decode import Decoder, Options, Sequence, load_for_decoding
-from plumbing.arguments import Parser, number, path, read_options
+from plumbing.arguments import Parser, number, read_options
 from plumbing.chat import Chat
 from plumbing.data import encode_prompt
 from plumbing.errors import naming, run_main
@@ -23,9 +24,8 @@ from plumbing.jsonl import read_rows
 from plumbing.terminal import note, statistics
 
 
-def answer_all(decoder: Decoder, requests: list[tuple[dict, Sequence]], chat: Chat) -> None:
+def answer_all(decoder: Decoder, requests: deque[tuple[dict, Sequence]], chat: Chat) -> None:
     """Print each answer as soon as it and all before it are done."""
-    unprinted = deque(requests)
     num_tokens = 0
     num_forwards = 0
     began = time.perf_counter()
@@ -33,10 +33,9 @@ def answer_all(decoder: Decoder, requests: list[tuple[dict, Sequence]], chat: Ch
         for answer, tokens in decoder:
             num_tokens += len(tokens)
             num_forwards += 1
-            if answer.done:
-                bar.update()
-            while unprinted and unprinted[0][1].done:
-                given, first = unprinted.popleft()
+            bar.update(answer.done)
+            while requests and requests[0][1].done:
+                given, first = requests.popleft()
                 given["response"] = chat.decode(first.tokens)
                 given["tokens"] = len(first.tokens)
                 given["forwards"] = first.forwards
@@ -49,10 +48,9 @@ def answer_all(decoder: Decoder, requests: list[tuple[dict, Sequence]], chat: Ch
 
 def main() -> None:
     parser = Parser("Answer a file of prompts, several at a time (MARS).")
-    parser.add_argument("file", metavar="FILE", type=path, help="a prompt per line, or JSONL")
+    parser.add_argument("file", metavar="FILE", type=Path, help="a prompt per line, or JSONL")
     parser.add_argument("--rows", type=number(int, 1), default=8, help="prompts at a time")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
-    parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)
@@ -64,7 +62,7 @@ def main() -> None:
             prompts[line_number] = encode_prompt(row, chat)
     longest = max(map(len, prompts.values())) + options.max_new
     decoder = Decoder(model, options, min(args.rows, len(prompts)), longest)
-    requests = []
+    requests = deque()
     for line_number, row in rows.items():
         with naming(f"{args.file}:{line_number}"):
             sequence = decoder.add(prompts[line_number], tau=row.get("tau"))

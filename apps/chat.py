@@ -8,57 +8,30 @@ The cache keeps the conversation, so each turn feeds only what is new.
 import contextlib
 import sys
 
-from decode import Decoder, Options, Sequence, check_tau, load_for_decoding
+from decode import Decoder, Options, load_for_decoding
 from model import Qwen2
-from plumbing.arguments import Parser, read_options
+from plumbing.arguments import Parser, check_tau, read_options
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.terminal import note, print_answer
 
 SET_TAU = "/tau 0.7 sets tau"
 RESET = "/reset starts a new conversation"
-ROOM = 4096  # tokens of a conversation that the cache holds at first
+LONGEST = 16384  # tokens of a conversation; its cache is made once
 
 
 class Conversation:
     """The messages so far, and a decoder whose one row holds them."""
 
     def __init__(self, model: Qwen2, chat: Chat, options: Options, opening: list[dict]):
-        """opening: the system message, if there is one. UserError if no turn is possible."""
+        """opening: the system message, if there is one."""
         self.chat = chat
         self.tau = options.tau
         self.opening = opening
         self.messages = opening
-        self.model = model
-        self.decoder = Decoder(model, options, rows=1, longest=ROOM)
-        shortest = self.encode([*opening, {"role": "user", "content": "?"}])
-        Sequence(shortest, model.config, options.max_new, options.tau)  # is any turn possible?
+        self.decoder = Decoder(model, options, rows=1, longest=LONGEST)
 
-    def encode(self, messages: list[dict]) -> list[int]:
-        return self.chat.encode(self.chat.prompt(messages))
-
-    def ask(self, text: str, shaded: bool) -> None:
-        """Print an answer. If Ctrl-C ends it, what there is stays in the conversation."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        answer = self.add(self.encode(asked))
-        try:
-            print_answer(self.decoder, self.chat, shaded)
-        except KeyboardInterrupt:
-            answer.done = True
-        reply = {"role": "assistant", "content": self.chat.decode(answer.tokens)}
-        self.messages = [*asked, reply]
-
-    def add(self, prompt: list[int]) -> Sequence:
-        """Add it to the decoder, or to a new one with a larger cache, which reads it all again."""
-        options = self.decoder.options
-        needed = len(prompt) + options.max_new
-        if self.decoder.longest < needed <= self.model.config.max_position_embeddings:
-            num_added = self.decoder.num_added  # every turn has its own draws
-            self.decoder = Decoder(self.model, options, rows=1, longest=2 * needed)
-            self.decoder.num_added = num_added
-        return self.decoder.add(prompt, self.tau)
-
-    def take(self, line: str, shaded: bool) -> None:
+    def take(self, line: str) -> None:
         """A command or a turn; a line with an error changes nothing."""
         if line == "/reset":
             self.messages = self.opening
@@ -67,7 +40,7 @@ class Conversation:
         elif line.startswith("/"):
             raise UserError(f"{line}: no such command")
         elif line:
-            self.ask(line, shaded)
+            self.ask(line)
 
     def set_tau(self, tau: float) -> None:
         if self.decoder.options.verify:
@@ -75,13 +48,22 @@ class Conversation:
         check_tau(tau, self.decoder.options.metric)
         self.tau = tau
 
+    def ask(self, text: str) -> None:
+        """Print an answer. If Ctrl-C ends it, what there is stays in the conversation."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        answer = self.decoder.add(self.chat.encode_prompt(asked), self.tau)
+        try:
+            print_answer(self.decoder, self.chat)
+        except KeyboardInterrupt:
+            answer.done = True
+        reply = {"role": "assistant", "content": self.chat.decode(answer.tokens)}
+        self.messages = [*asked, reply]
+
 
 def main() -> None:
     parser = Parser("A conversation, several tokens per forward (MARS).")
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
-    parser.add_argument("--show", action="store_true", help="shade tokens accepted in one forward")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
-    parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)
@@ -95,7 +77,7 @@ def main() -> None:
     while True:
         knob = "> " if options.verify else f"tau {conversation.tau:g}> "
         try:
-            conversation.take(input(knob if sys.stdout.isatty() else "").strip(), args.show)
+            conversation.take(input(knob if sys.stdout.isatty() else "").strip())
         except EOFError:
             return note("")
         except KeyboardInterrupt:  # of a half-typed line

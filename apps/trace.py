@@ -6,110 +6,94 @@
 The page is one file without network access. Its facts are a JSON object in its source.
 """
 
-import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-from torch import Tensor
-
-from decode import Decoder, Options, Sequence, Threshold, confidences, load_for_decoding
-from lossless import Lossless, State
-from plumbing.arguments import Parser, path, read_options
-from plumbing.attention import FastModel
+from decode import Decoder, Options, load_for_decoding
+from plumbing.arguments import Parser, read_options
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
-from plumbing.files import all_or_nothing
-from plumbing.sampling import with_dice
-from plumbing.signals import exit_on_sigterm
-from plumbing.terminal import TextStream, note, print_answer
+from plumbing.scheduler import Decision, Fed, Method, Sequence, num_in_common
+from plumbing.terminal import TextStream, note
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
-class RecordedModel:
-    """Keeps the logits that were asked for last: those of the candidates."""
-
-    def __init__(self, model: FastModel):
-        self.model = model
-
-    def logits_at(self, hidden: Tensor, columns: Tensor) -> Tensor:
-        self.logits = self.model.logits_at(hidden, columns)
-        return self.logits
-
-
 class TracedMethod:
-    """A decoding method for one sequence; it keeps what each forward saw and decided."""
+    """A decoding method for one sequence, which keeps what each forward was fed and decided."""
 
-    def __init__(self, method: Threshold | Lossless, options: Options, chat: Chat):
+    def __init__(self, method: Method, verify: bool, chat: Chat):
         self.method = method
-        self.widest = method.widest
-        self.feed = method.feed
-        self.options = options
+        self.verify = verify
         self.chat = chat
+        self.widest = method.widest
+        self.metric = method.metric
         self.forwards: list[dict] = []
 
-    def decide(self, model: FastModel, hidden: Tensor, last: list[int], sequences: list) -> list:
-        [sequence] = sequences
-        before = copy.copy(sequence.state)
-        recorded = RecordedModel(model)
-        decisions = self.method.decide(recorded, hidden, last, sequences)
-        [(tokens, _, held)] = decisions
-        if self.options.verify:
-            facts = self.of_guesses(before, sequence.state, held)
-            first_ahead = held + 1
-        else:
-            facts = {"checked": [], "groups": [0], "masks": before[1], "passed": len(tokens)}
-            first_ahead = 0
-        candidates = self.candidates(sequence, recorded.logits, first_ahead)
-        if self.options.verify:
-            candidates = candidates[: max(0, self.method.block - facts["first"])]
-        self.forwards.append(facts | {"held": held, "candidates": candidates})
-        return decisions
+    def feed(self, sequence: Sequence) -> list[Fed]:
+        self.fed = self.method.feed(sequence)
+        return self.fed
 
-    def of_guesses(self, before: State, after: State, held: int) -> dict:
-        """What a forward of `verify` checked, and what the next one will check."""
-        block = self.method.block
-        num_useful = len(before.useful_masks(held, block))
-        from_masks = len(after.lookup.from_masks)
-        return {
-            "checked": self.labels(before.guesses),
-            "groups": before.groups,
-            "masks": block,  # in each group
-            "first": block - num_useful,  # of the group's masks, that is of use
-            "passed": from_masks,
-            "looked_up": self.labels(after.guesses[from_masks:]),
+    def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
+        decision = self.method.decide(sequence, best, sure)
+        fed = self.fed[: len(best) - 1]  # a cache block may have had no room for all of it
+        guesses, masks = split(fed)
+        facts = {
+            "checked": self.labels(guesses),
+            "held": decision.num_guesses,
+            "masks": len(masks),
+            "groups": len({prefix for _, _, prefix in masks}),
         }
-
-    def candidates(self, sequence: Sequence, logits: Tensor, ahead: int) -> list[tuple[str, float]]:
-        """Each candidate and how sure the model was of it. logits: (1, C, V)."""
-        options = self.options
-        scores = with_dice(logits, [sequence], options.temperature, options.seed, [ahead])
-        tokens = scores.argmax(-1)
-        if options.verify:
-            sure = scores.softmax(-1).amax(-1)  # how likely a guess holds
+        if self.verify:
+            facts |= self.next_guesses(sequence, fed, best, sure, decision.num_guesses)
         else:
-            sure = confidences(logits.softmax(-1), tokens, options.metric)
-        return list(zip(self.labels(tokens[0].tolist()), sure[0].tolist()))
+            facts["candidates"] = list(zip(self.labels(best), sure))
+            facts["passed"] = len(decision.tokens)
+        self.forwards.append(facts)
+        return decision
+
+    def next_guesses(
+        self, sequence: Sequence, fed: list[Fed], best: list[int], sure: list[float], held: int
+    ) -> dict:
+        """What the masks predict that saw the most guesses that hold, and what comes of it."""
+        end = len(sequence.text) + held  # where the model's own token stands
+        _, masks = split(fed)
+        saw_no_failure = [prefix for _, _, prefix in masks if prefix <= end]
+        most_seen = max(saw_no_failure, default=end)
+        useful = []  # positions: 0 is the last real token, then comes what was fed
+        for i, (_, pos, prefix) in enumerate(fed, start=1):
+            if prefix == most_seen and pos >= end:
+                useful.append(i)
+        tokens = [best[i] for i in useful]
+        guesses, _ = split(self.method.feed(sequence))  # of the next forward
+        num_from_masks = num_in_common(tokens, guesses)
+        return {
+            "candidates": list(zip(self.labels(tokens), [sure[i] for i in useful])),
+            "first": end - most_seen,  # of the group's masks, that is of use
+            "passed": num_from_masks,
+            "looked_up": self.labels(guesses[num_from_masks:]),
+        }
 
     def labels(self, tokens: list[int]) -> list[str]:
         return [self.chat.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
 
+def split(fed: list[Fed]) -> tuple[list[int], list[Fed]]:
+    """The guesses among what follows a text (a real token has prefix = pos + 1), and the masks."""
+    guesses = [token for token, pos, prefix in fed if prefix == pos + 1]
+    return guesses, fed[len(guesses) :]
+
+
 def trace(decoder: Decoder, chat: Chat) -> list[dict]:
-    """The facts of each forward; a decoder's one sequence is printed as it comes."""
-    method = TracedMethod(decoder.method, decoder.options, chat)
+    """The facts of each forward of a decoder's one sequence."""
+    method = TracedMethod(decoder.method, decoder.options.verify, chat)
     decoder.method = method
     text = TextStream(chat)
-
-    def steps() -> Iterator[tuple[Sequence, list[int]]]:
-        for sequence, tokens in decoder:
-            method.forwards[-1]["tokens"] = method.labels(tokens)
-            method.forwards[-1]["text"] = text.add(tokens)
-            method.forwards[-1]["positions"] = sequence.widths[-1]
-            yield sequence, tokens
-
-    print_answer(steps(), chat, shaded=False)
+    for sequence, tokens in decoder:
+        facts = method.forwards[-1]
+        facts["tokens"] = method.labels(tokens)
+        facts["text"] = text.add(tokens)
+        facts["positions"] = sequence.widths[-1]
     return method.forwards
 
 
@@ -117,7 +101,7 @@ def make_page(prompt: str, options: Options, forwards: list[dict]) -> str:
     facts = {
         "prompt": prompt,
         "tau": options.tau,
-        "metric": "probability" if options.verify else options.metric,
+        "metric": options.metric,
         "verify": options.verify,
         "forwards": forwards,
     }
@@ -127,25 +111,20 @@ def make_page(prompt: str, options: Options, forwards: list[dict]) -> str:
 
 def main() -> None:
     parser = Parser("Write a page that shows every forward of an answer (MARS).")
-    parser.add_argument("page", metavar="PAGE.html", type=path, help="the file to write")
+    parser.add_argument("page", metavar="PAGE.html", type=Path, help="the file to write")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
-    parser.add_template_option()
     parser.add_options(Options)
     args = parser.parse_args()
-    exit_on_sigterm()
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
-    if args.page.suffix != ".html" or args.page.is_dir():
-        raise UserError(f"{args.page}: name a file that ends with .html")
     options = read_options(args, Options)
     model, chat = load_for_decoding(args)
-    prompt = chat.encode(chat.prompt([{"role": "user", "content": args.prompt}]))
+    prompt = chat.encode_prompt([{"role": "user", "content": args.prompt}])
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
-    with all_or_nothing(args.page.parent) as folder:  # or it fails now, not after the answer
-        page = make_page(args.prompt, options, trace(decoder, chat))
-        (folder / args.page.name).write_text(page, encoding="utf-8")
+    page = make_page(args.prompt, options, trace(decoder, chat))
+    args.page.write_text(page, encoding="utf-8")
     note(f"{args.page}: open it in a browser")
 
 

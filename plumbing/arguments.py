@@ -2,14 +2,13 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
+from math import inf
 from numbers import Integral
-from pathlib import Path
 
 import torch
 
-from .cpu import can_pack
+from .cpu import can_pack, use_free_cores
 from .errors import UserError
 from .terminal import note
 
@@ -37,69 +36,57 @@ class Parser(argparse.ArgumentParser):
         help = "(default: bfloat16 on cuda, else float32)"
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
 
-    def add_template_option(self) -> None:
-        """Add --template-option, for Chat.template_options: a list of (name, value)."""
-        help = "for the chat template, such as enable_thinking=false; may be repeated"
-        how = {"action": "append", "default": [], "type": template_option, "metavar": "NAME=VALUE"}
-        self.add_argument("--template-option", help=help, **how)
+    def add_template_option(self) -> None:  # GOES
+        self.set_defaults(template_option=[])
 
     def add_options(self, options: type, without: tuple[str, ...] = ()) -> None:
         """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""
         for field in dataclasses.fields(options):
-            facts = field.metadata
             if field.name in without:
                 continue
-            if facts["kind"] is bool:
-                how = {"action": "store_true"}
-            elif facts["choices"]:
-                how = {"default": field.default, "choices": facts["choices"]}
+            how = {"help": field.metadata["help"], "default": field.default}
+            if field.metadata["kind"] is bool:
+                how["action"] = "store_true"
             else:
-                how = {"default": field.default, "type": facts["parse"]}
-            self.add_argument(f"--{field.name.replace('_', '-')}", help=facts["help"], **how)
+                how["type"] = field.metadata["kind"]
+                how["choices"] = field.metadata["choices"]
+            self.add_argument(f"--{field.name.replace('_', '-')}", **how)
 
 
-def number(kind: type = int, least: float | None = None, below: float | None = None) -> Callable:
+def check_range(value: float, least: float, below: float) -> None:
+    """Raise ArgumentTypeError if not: least <= value < below."""
+    if not value >= least:  # also true of NaN
+        raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {value}")
+    if not value < below:
+        raise argparse.ArgumentTypeError(f"must be below {below:g}, not {value}")
+
+
+def number(kind: type = int, least: float = -inf, below: float = inf) -> Callable:
     """An argparse type: an int or float with least <= value < below."""
 
     def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {name}, not {text!r}") from None
-        if least is not None and not value >= least:  # also true of NaN
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {text}")
-        if below is not None and not value < below:
-            raise argparse.ArgumentTypeError(f"must be below {below:g}, not {text}")
+        value = kind(text)
+        check_range(value, least, below)
         return value
 
+    parse.__name__ = kind.__name__  # argparse says: invalid int value: 'x'
     return parse
 
 
-def path(text: str) -> Path:
-    """An argparse type; an empty text would be the current directory."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must name a file or directory")
+def path(text: str):  # GOES: use pathlib.Path
+    from pathlib import Path
+
     return Path(text)
 
 
-def template_option(text: str) -> tuple[str, object]:
-    """An argparse type: a name, and a value as in JSON (true, false, a number) or a plain text."""
-    name, separator, value = text.partition("=")
-    if not separator or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
-    try:
-        return name, json.loads(value)
-    except (ValueError, RecursionError):
-        return name, value
+def option(default: object, help: str, kind=None, least=-inf, below=inf, choices=None):
+    """A field of a dataclass of options; `Parser.add_options` makes it a command-line option.
 
-
-def option(default: object, help: str, kind=None, least=None, below=None, choices=None):
-    """A field of a dataclass of options; `Parser.add_options` makes it a command-line option."""
+    `check_options` checks its range or choices, on the command line and in Python.
+    """
     kind = kind or type(default)  # only a default of None needs one
-    parse = number(kind, least, below)
-    metadata = {"help": help, "kind": kind, "parse": parse, "choices": choices}
-    return dataclasses.field(default=default, metadata=metadata)
+    facts = {"help": help, "kind": kind, "least": least, "below": below, "choices": choices}
+    return dataclasses.field(default=default, metadata=facts)
 
 
 def read_options(args: argparse.Namespace, options: type) -> object:
@@ -108,21 +95,33 @@ def read_options(args: argparse.Namespace, options: type) -> object:
 
 
 def check_options(options: object) -> None:
-    """Make of options in Python what the command line makes of them, or raise UserError."""
+    """Raise UserError for a field with an impossible value."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         facts = field.metadata
-        is_left_out = value is None and field.default is None
-        if is_left_out or callable(value):  # tau may be a function
+        if value is None and field.default is None:
             continue
-        if facts["choices"] and value not in facts["choices"]:
-            raise UserError(f"{field.name} {value!r}: must be one of {', '.join(facts['choices'])}")
-        if facts["kind"] in (int, float):
-            try:
-                text = repr(value) if isinstance(value, str) else str(value)
-                setattr(options, field.name, facts["parse"](text))  # numpy's would overflow
-            except argparse.ArgumentTypeError as error:
-                raise UserError(f"{field.name} {value!r}: {error}") from None
+        try:
+            if facts["choices"] and value not in facts["choices"]:
+                raise argparse.ArgumentTypeError(f"must be one of {', '.join(facts['choices'])}")
+            if facts["kind"] is int and not isinstance(value, int):
+                raise argparse.ArgumentTypeError("must be a whole number")
+            if facts["kind"] is float and not isinstance(value, int | float):
+                raise argparse.ArgumentTypeError("must be a number")
+            if facts["kind"] in (int, float):
+                check_range(value, facts["least"], facts["below"])
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{field.name} {value!r}: {error}") from None
+
+
+def check_tau(tau: float, metric: str) -> None:
+    """Raise UserError for an impossible tau."""
+    if not isinstance(tau, int | float):
+        raise UserError(f"tau {tau!r}: must be a number")
+    if metric == "entropy" and not 0 <= tau < 1e30:
+        raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
+    if metric != "entropy" and not 0 <= tau <= 1:
+        raise UserError(f"tau {tau}: must be between 0 and 1 for the metric {metric}")
 
 
 def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
@@ -130,7 +129,7 @@ def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
     is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
     if not is_list or not all(isinstance(t, Integral) and 0 <= t < vocab_size for t in prompt):
         raise UserError(f"a prompt must be a list of token ids below {vocab_size}, at least one")
-    if not isinstance(max_new, Integral) or max_new < 1:
+    if not isinstance(max_new, int) or max_new < 1:
         raise UserError(f"max_new {max_new!r}: must be a whole number, at least 1")
 
 
@@ -143,8 +142,10 @@ def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dty
         raise UserError(f"--device {device}: this machine has {', '.join(available)}")
     if dtype is None:
         dtype = "bfloat16" if name.startswith("cuda") else "float32"
-    if dtype == "bfloat16" and name == "cpu" and not can_pack(torch.bfloat16):
-        note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
+    if name == "cpu":
+        use_free_cores()
+        if dtype == "bfloat16" and not can_pack(torch.bfloat16):
+            note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
     return torch.device(name), getattr(torch, dtype)
 
 

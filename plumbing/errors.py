@@ -1,12 +1,11 @@
 """Errors that the user can fix: one clear line, exit status 2, no traceback."""
 
 import contextlib
+import io
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-
-from .cpu import use_free_cores
 
 
 class UserError(ValueError):
@@ -24,27 +23,31 @@ def failure_as(message: str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise UserError(f"{message} ({type(error).__name__}: {first_line(error)})") from None
+        raise UserError(f"{message} ({type(error).__name__}: {describe(error)})") from None
 
 
 @contextlib.contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Put the place before the message of an error."""
+    """Put the place before the message of a UserError."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
 
 
+def describe(error: BaseException) -> str:
+    """The first line of its message, with the file but without the number of an OSError."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error).strip().partition("\n")[0]
+
+
 def run_main(main: Callable[[], None], out_of_memory="use smaller batches or fewer rows") -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # a closed one is None
-        setattr(sys, name, stream)
-        if hasattr(stream, "reconfigure"):  # its encoding may lack a character
-            stream.reconfigure(errors="replace")
-    use_free_cores()
     try:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal may lack a character
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -57,25 +60,11 @@ def run_main(main: Callable[[], None], out_of_memory="use smaller batches or few
     except OSError as error:
         stop(describe(error))
     except (MemoryError, RuntimeError) as error:
-        if "No working C++ compiler" in str(error):
-            stop("--compile needs a C++ compiler: install one, or leave it out")
-        text = f"{type(error).__name__}: {first_line(error)}".lower()
-        if not re.search("memoryerror|out of ?memory|allocate memory", text):
+        if not re.search("memoryerror|out of ?memory|allocate memory", repr(error).lower()):
             raise  # a bug of ours keeps its traceback
-        stop(f"out of memory: {out_of_memory} ({first_line(error)})")
+        stop(f"out of memory: {out_of_memory} ({describe(error)})")
 
 
 def stop(message: str) -> None:
     print("error:", *message.splitlines(), file=sys.stderr)  # one line
     sys.exit(2)
-
-
-def describe(error: Exception) -> str:
-    """One line, without the number of an OSError."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -1,5 +1,6 @@
 """Text on a terminal: whole characters as they come, shading, and a line of statistics."""
 
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -15,22 +16,16 @@ class TextStream:
 
     def __init__(self, chat: Chat):
         self.chat = chat
-        self.before: list[int] = []  # tokens just before the tail: it may lose a space without them
-        self.tail: list[int] = []  # the text of all tokens before these was returned
-        self.num_returned = 0  # characters of the tail
+        self.tokens: list[int] = []
+        self.num_shown = 0  # characters
 
     def add(self, tokens: list[int]) -> str:
         """The text that is certain now and was not before."""
-        self.tail += tokens
-        before = self.chat.decode(self.before)
-        text = self.chat.decode(self.before + self.tail)[len(before) :]
+        self.tokens += tokens
+        text = self.chat.decode(self.tokens)  # all of it: a token's text may depend on others
         certain = text.rstrip("\ufffd")  # the first bytes of a character decode to this
-        new = certain[self.num_returned :]
-        self.num_returned += len(new)
-        if new and certain == text:
-            self.before = self.tail
-            self.tail = []
-            self.num_returned = 0
+        new = certain[self.num_shown :]
+        self.num_shown += len(new)
         return new
 
 
@@ -53,24 +48,25 @@ def statistics(num_tokens: int, num_forwards: int, seconds: float) -> str:
     return f"{per_forward:.2f} tokens per forward, {num_tokens / seconds:.0f} tok/s"
 
 
-def print_answer(steps: Iterable[tuple], chat: Chat, shaded: bool) -> None:
+def print_answer(steps: Iterable[tuple], chat: Chat) -> None:
     """Print one answer as it comes, then its statistics, also after Ctrl-C.
 
-    steps: (answer, new tokens) of each forward, as a Decoder yields them.
+    steps: (answer, new tokens) of each forward, as a Decoder yields them. On a terminal the tokens
+    that one forward gave are shaded, unless the environment has NO_COLOR.
     """
+    shaded = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = TextStream(chat)
-    num_tokens = 0
     num_forwards = 0
     began = time.perf_counter()
     try:
         for _, tokens in steps:
-            num_tokens += len(tokens)
             num_forwards += 1
             piece = text.add(tokens)
-            if shaded:
+            if shaded and piece:
                 piece = shade(piece, len(tokens))
             print(piece, end="", flush=True)
     finally:
+        num_tokens = len(text.tokens)
         if num_tokens:
             print()
             figures = statistics(num_tokens, num_forwards, time.perf_counter() - began)
