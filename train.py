@@ -11,12 +11,12 @@ predicts the token after its own place.
 What is unusual here:
   * the noisy stream holds response positions only: [clean ; masks]. The paper's also repeats the
     prompt, unmasked, which computes clean positions a second time; the loss is the same;
-  * the block grid has a random phase per example and epoch, so that every token is learnt at every
-    look-ahead (`--block-phase fixed` starts every block at a multiple of B, as in the paper);
   * every target is weighted relative to the whole step, so the loss does not depend on how a step
     is packed, cut into forwards and split among processes;
-  * shuffle and phases are functions of (seed, epoch, row): there is no random state to save, and a
-    run that was killed continues bit for bit (`--resume`, on a CPU, with as many threads).
+  * the shuffle is a function of (seed, epoch): there is no random state to save, and a run that was
+    killed continues bit for bit (`--resume`, on a CPU, with as many threads);
+  * two options are not the paper's: `--hold` holds the clean stream to what the model predicted
+    before training, `--blocks every` has a block of masks at every token.
 
 Under torchrun the same loop shards the model and splits the forwards of each step (FSDP2).
 """
@@ -26,6 +26,7 @@ import functools
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,16 +37,16 @@ from torch import Tensor
 
 from model import Config, Qwen2, add_mask_token, initialize, load, visible
 from plumbing import processes
-from plumbing.arguments import Parser, find_device, number, path
+from plumbing.arguments import Parser, find_device, number
 from plumbing.attention import attend_flex, block_mask, can_use_flex
 from plumbing.chat import Chat
 from plumbing.config import read_config
 from plumbing.data import Dataset, Example
-from plumbing.errors import UserError
+from plumbing.errors import UserError, naming
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
-from plumbing.packing import collate, concatenate, grouped, packed, round_up
-from plumbing.runs import Run, identity
+from plumbing.packing import fill_rows, grouped, packed, round_up
+from plumbing.runs import Run, what_decides
 
 # --------------------------------------------------------------------------------------- the method
 
@@ -81,8 +82,22 @@ def naive_loss(
 # ------------------------------------------------- two streams: the same for many examples at once
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What is learnt from an example, and how the examples of a step become forwards."""
+
+    mask_id: int
+    block: int | None = 4  # B; None: the clean stream alone, which is ordinary fine-tuning
+    blocks: str = "grid"  # where blocks begin: see `place_masks`
+    clean_weight: float = 1.0  # of the clean loss
+    start: Qwen2 | None = None  # a frozen model that the clean stream is held to: see `losses`
+    batch_tokens: int = 4096  # positions in a forward
+    row_width: int | None = None  # examples share rows of this width; None: each has its own
+    dtype: torch.dtype = torch.float32  # of the arithmetic; the weights stay float32
+
+
 class Streams(NamedTuple):
-    """The two streams of one example; every field is (T,)."""
+    """The two streams of one example; every field is (T,). Or of many, in rows: (R, T)."""
 
     tokens: Tensor
     pos: Tensor
@@ -90,184 +105,198 @@ class Streams(NamedTuple):
     doc: Tensor  # the example's number in the step; -1: padding
     target: Tensor  # the next token
     noisy_weight: Tensor  # of this position's cross-entropy in the noisy loss
-    clean_weight: Tensor  # and in the clean loss
+    clean_weight: Tensor  # and of its term in the clean loss
+
+    @property
+    def is_mask(self) -> Tensor:
+        return self.prefix <= self.pos  # a clean token sees itself, too
+
+    def to(self, device: torch.device) -> "Streams":
+        return Streams(*(field.to(device) for field in self))
 
 
-class ForwardInput(Streams):
-    """The streams of many examples, in rows, for one forward; every field is (R, T)."""
-
-    def to(self, device: torch.device) -> "ForwardInput":
-        return ForwardInput(*(field.to(device) for field in self))
-
-
-PADDING = Streams(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0)
+def padding(length: int) -> Streams:
+    """Positions of no example, which predict nothing."""
+    zeros = torch.zeros(length, dtype=torch.long)
+    return Streams(zeros, zeros, zeros + 1, zeros - 1, zeros, zeros.float(), zeros.float())
 
 
-def lay_out(example: Example, block: int | None, mask_id: int, weight: float, doc=0) -> Streams:
-    """One example as [clean ; masks]; if block is None, the clean stream alone.
+def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tensor, Tensor]:
+    """The position of each mask, and where its block begins: both (M,).
 
-    weight: of each target (`target_weights`). What differs from `naive_loss`: the grid of blocks is
-    shifted by the example's phase, and the last position of each stream, which predicts nothing, is
+    grid: a mask stands in the place of each response token but the last, which has no target.
+    Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short. every: a block of B
+    masks begins at each of these tokens, so there are about B times as many masks; the response's
+    end cuts blocks short.
+    """
+    mask_pos = torch.arange(prompt, length - 1)
+    if blocks == "grid":
+        block_start = mask_pos - mask_pos % block
+        return mask_pos, block_start.clamp(min=prompt)
+    block_start = mask_pos[:, None].expand(-1, block)  # a row for each block
+    mask_pos = block_start + torch.arange(block)
+    has_target = mask_pos < length - 1
+    return mask_pos[has_target], block_start[has_target]
+
+
+def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
+    """One example as [clean ; masks]; each weight is for a mean over the example's predictions.
+
+    What differs from `naive_loss`: the last position of each stream, which predicts nothing, is
     left out.
     """
     x = torch.tensor(example.tokens)
     P = example.prompt_length
-    pos = torch.arange(len(x) - 1)
-    predicts_response = pos >= P - 1
-    predicts_first = pos == P - 1  # no mask predicts the first response token
-    clean_stream = Streams(
-        tokens=x[:-1],
+    L = len(x)
+    clean_pos = torch.arange(L - 1)
+    mask_pos = block_start = torch.arange(0)
+    first_weight = 0.0
+    if recipe.block is not None and example.has_masks:
+        mask_pos, block_start = place_masks(P, L, recipe.block, recipe.blocks)
+        # No mask predicts the first response token: in the noisy loss, too, the clean stream does.
+        # (But a clean stream that is held to a model learns no tokens.)
+        if recipe.start is None:
+            first_weight = 1 / example.num_targets
+    M = len(mask_pos)
+    T = L - 1 + M
+    noisy_weight = torch.zeros(T)
+    noisy_weight[P - 1] = first_weight
+    noisy_weight[L - 1 :] = (1 - first_weight) / max(1, M)  # the masks'
+    clean_weight = torch.zeros(T)
+    clean_weight[P - 1 : L - 1] = 1 / example.num_targets
+    pos = torch.cat([clean_pos, mask_pos])
+    return Streams(
+        tokens=torch.cat([x[:-1], torch.full((M,), recipe.mask_id)]),
         pos=pos,
-        prefix=pos + 1,
-        doc=torch.full_like(pos, doc),
-        target=x[1:],
-        noisy_weight=weight * predicts_first,
-        clean_weight=weight * predicts_response,
+        prefix=torch.cat([clean_pos + 1, block_start]),
+        doc=torch.full((T,), doc),
+        target=x[pos + 1],
+        noisy_weight=noisy_weight,
+        clean_weight=clean_weight,
     )
-    if block is None:
-        return clean_stream._replace(noisy_weight=torch.zeros_like(clean_stream.clean_weight))
-
-    mask_pos = pos[P:]
-    grid_pos = mask_pos + example.phase
-    block_start = mask_pos - grid_pos % block
-    mask_stream = Streams(
-        tokens=torch.full_like(mask_pos, mask_id),
-        pos=mask_pos,
-        prefix=block_start.clamp(min=P),  # a block that begins in the prompt is cut short
-        doc=torch.full_like(mask_pos, doc),
-        target=x[P + 1 :],
-        noisy_weight=torch.full(mask_pos.shape, weight),
-        clean_weight=torch.zeros(mask_pos.shape),
-    )
-    return concatenate([clean_stream, mask_stream])
 
 
-def target_weights(examples: list[Example], normalization: str) -> list[float]:
-    """The weight of each example's targets in the loss of the whole step.
-
-    sequence: the mean over an example's targets, then over examples (the paper's); token: the mean
-    over all targets. In each of the two losses the weights of a whole step add up to 1, however it
-    is packed, cut and split.
-    """
-    if normalization == "token":
-        num_targets = sum(example.num_targets for example in examples)
-        return [1 / num_targets] * len(examples)
-    return [1 / (example.num_targets * len(examples)) for example in examples]
-
-
-def forward_inputs(
-    examples: list[Example], config: Config, args, row_width: int | None = None, rank=0, size=1
-) -> list[ForwardInput]:
+def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> list[Streams]:
     """What each forward of a step is fed, in process `rank` of `size`; all have equally many.
 
-    row_width: examples are packed into rows of this width, and all forwards of all steps have one
-    shape. None: every example has a row of its own, next to others of similar length.
+    Of both losses the step's is the mean over its examples (of the noisy loss over those with
+    masks), as in the paper. With a row_width all forwards of all steps have one shape; else an
+    example's row is next to others of similar length.
     """
-    weights = target_weights(examples, args.normalization)
+    num_with_masks = sum(example.has_masks for example in examples)
     streams = []
-    for doc, (example, weight) in enumerate(zip(examples, weights)):
-        streams.append(lay_out(example, config.block, config.mask_token_id, weight, doc))
+    for doc, example in enumerate(examples):
+        layout = lay_out(example, recipe, doc)
+        layout.noisy_weight.div_(num_with_masks or 1)
+        layout.clean_weight.div_(len(examples))
+        streams.append(layout)
     lengths = [len(each.tokens) for each in streams]
-    if row_width is None:
-        plans = grouped(lengths, args.batch_tokens, size)
+    if recipe.row_width is None:
+        plans = grouped(lengths, recipe.batch_tokens, size)
     else:
-        plans = packed(lengths, row_width, args.batch_tokens, size)
+        plans = packed(lengths, recipe.row_width, recipe.batch_tokens, size)
     result = []
     for rows, width in plans[rank::size]:
         filled = [[streams[i] for i in row] for row in rows]
-        result.append(ForwardInput(*collate(filled, width, PADDING)))
+        result.append(fill_rows(filled, width, padding))
     return result
 
 
 # --------------------------------------------------------------------------------------------- loss
 
 
-def dense_mask(inputs: ForwardInput) -> Tensor:
-    """`visible` on all pairs of positions: (R, 1, T, T)."""
+def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
+    """Hidden states (R, T, D) of both streams."""
     fields = (inputs.pos, inputs.prefix, inputs.doc)
+    if can_use_flex(model.device, model.config.head_dim):
+        return model(inputs.tokens, inputs.pos, block_mask(visible, *fields), kernel=attend_flex)
     queries = [field[:, None, :, None] for field in fields]
     keys = [field[:, None, None, :] for field in fields]
-    return visible(*queries, *keys)
-
-
-def hidden_states(model: Qwen2, inputs: ForwardInput) -> Tensor:
-    """Hidden states (R, T, D) of both streams."""
-    if can_use_flex(model.device, model.config.head_dim):
-        mask = block_mask(visible, inputs.pos, inputs.prefix, inputs.doc)
-        return model(inputs.tokens, inputs.pos, mask, kernel=attend_flex)
-    return model(inputs.tokens, inputs.pos, dense_mask(inputs))
-
-
-def positions_with_target(inputs: ForwardInput) -> tuple[Tensor, Tensor]:
-    """Row and column (N,) of each position whose prediction counts in a loss."""
-    return (inputs.noisy_weight + inputs.clean_weight).nonzero(as_tuple=True)
-
-
-SMOOTHING = 0.25  # of p below: without it far masks weigh nothing until the near ones are learnt
+    mask = visible(*queries, *keys)  # (R, 1, T, T)
+    return model(inputs.tokens, inputs.pos, mask)
 
 
 @torch.no_grad()
-def expected_weights(cross_entropy: Tensor, inputs: ForwardInput, at: tuple, block: int) -> Tensor:
-    """Factors (N,) for the noisy weights at these positions; over an example's masks the mean is 1.
+def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
+    """Hidden states (R, T, D) of the clean stream alone; 0 at masks, which are not computed.
 
-    Guesses hold up to the first that fails, so of a block of three p1 + p1 p2 + p1 p2 p3 guesses
-    are expected to hold. The factor of a mask is the sum of the products that its p is in: for the
-    second p1 p2 + p1 p2 p3. (It is the derivative of the expected number by log p.)
+    Each example has a row of its own here, in a plain causal forward.
     """
-    offset = (inputs.pos - inputs.prefix)[at]  # of a mask in its block; -1: a clean token
-    is_mask = offset >= 0
-    offset = offset[is_mask]  # (M,)
-    p = (torch.exp(-cross_entropy[is_mask]) + SMOOTHING) / (1 + SMOOTHING)
-    block_number = (offset == 0).cumsum(0) - 1  # blocks are adjacent and begin with offset 0
-    at_mask = (block_number, offset)
-    blocks = p.new_zeros(len(p), block).index_put(at_mask, p)  # a row each; 0 after a short one
-    all_hold = blocks.cumprod(1)  # p1, p1 p2, ...
-    gain = all_hold.flip(1).cumsum(1).flip(1)[at_mask]  # the sum from a mask to its block's end
-    example = inputs.doc[at][is_mask]
-    mean = torch.bincount(example, gain) / torch.bincount(example)
-    factors = torch.ones_like(cross_entropy)
-    factors[is_mask] = gain / mean[example]
-    return factors
+    is_clean = ~inputs.is_mask & (inputs.doc >= 0)
+    docs, row = inputs.doc[is_clean].unique(return_inverse=True)
+    pos = inputs.pos[is_clean]
+    tokens = pos.new_zeros(len(docs), int(inputs.pos.max()) + 1)
+    tokens[row, pos] = inputs.tokens[is_clean]
+    all_pos = torch.arange(tokens.size(1), device=pos.device).expand_as(tokens)
+    hidden = model(tokens, all_pos, None)
+    result = hidden.new_zeros(*inputs.pos.shape, hidden.size(-1))
+    result[is_clean] = hidden[row, pos]
+    return result
 
 
-def losses(model: Qwen2, inputs: ForwardInput, mask_weight="uniform") -> tuple[Tensor, Tensor]:
-    """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss."""
+def losses(model: Qwen2, inputs: Streams, start: Qwen2 | None = None) -> tuple[Tensor, Tensor]:
+    """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss.
+
+    With `start`, clean is the divergence KL(start || model) of the clean stream's predictions.
+    """
 
     def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.logits(hidden), target, reduction="none")
 
+    def divergence(hidden: Tensor, start_hidden: Tensor) -> Tensor:
+        log_probs = model.logits(hidden).log_softmax(-1)
+        start_log_probs = start.logits(start_hidden).log_softmax(-1)
+        gaps = start_log_probs - log_probs
+        gaps = gaps.masked_fill(start_log_probs.isneginf(), 0)  # of the mask, never predicted
+        return (start_log_probs.exp() * gaps).sum(-1)
+
+    def weighted_sum(term, other: Tensor, weight: Tensor) -> Tensor:
+        at = weight.nonzero(as_tuple=True)  # row and column of each position that counts
+        return (model.in_chunks(term, hidden[at], other[at]) * weight[at]).sum()
+
     hidden = hidden_states(model, inputs)
-    at = positions_with_target(inputs)
-    each = model.in_chunks(cross_entropy, hidden[at], inputs.target[at])
-    weight = inputs.noisy_weight[at]
-    if mask_weight == "expected" and model.config.block:
-        weight = weight * expected_weights(each, inputs, at, model.config.block)
-    noisy = (each * weight).sum()
-    clean = (each * inputs.clean_weight[at]).sum()
+    noisy = weighted_sum(cross_entropy, inputs.target, inputs.noisy_weight)
+    if start is None:
+        clean = weighted_sum(cross_entropy, inputs.target, inputs.clean_weight)
+    else:
+        clean = weighted_sum(divergence, clean_states(start, inputs), inputs.clean_weight)
     return noisy, clean
 
 
+def add_gradients(model: Qwen2, examples: list[Example], recipe: Recipe) -> Tensor:
+    """Add the gradients of a step's loss; its two parts (noisy, clean) in this process: (2,)."""
+    rank, size = processes.rank_and_size()
+    sums = torch.zeros(2, device=model.device)
+    for inputs in forward_inputs(examples, recipe, rank, size):
+        with processes.arithmetic_in(recipe.dtype, model.device):
+            noisy, clean = losses(model, inputs.to(model.device), recipe.start)
+        loss = noisy + recipe.clean_weight * clean
+        (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
+        sums += torch.stack([noisy, clean]).detach()
+    return sums
+
+
 @torch.no_grad()
-def look_ahead(model: Qwen2, held_out: list[ForwardInput]) -> list[float]:
+def look_ahead(model: Qwen2, examples: list[Example], recipe: Recipe) -> list[float]:
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
     The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
     k ahead, a forward would yield about 1 + s_2 + s_2 s_3 + ... tokens if every right guess were
     accepted.
     """
-    bins = (model.config.block or 0) + 2
+    bins = (recipe.block or 0) + 2
     right = torch.zeros(bins).double()
     count = torch.zeros(bins).double()
 
     def best_token(hidden: Tensor) -> Tensor:
         return model.logits(hidden).argmax(-1)
 
-    for inputs in held_out:
+    for inputs in forward_inputs(examples, recipe):
         inputs = inputs.to(model.device)
-        is_mask = inputs.prefix <= inputs.pos
-        ahead = torch.where(is_mask, inputs.pos - inputs.prefix + 2, 1)
-        at = positions_with_target(inputs)
-        best = model.in_chunks(best_token, hidden_states(model, inputs)[at])
+        ahead = torch.where(inputs.is_mask, inputs.pos - inputs.prefix + 2, 1)
+        at = (inputs.noisy_weight + inputs.clean_weight).nonzero(as_tuple=True)
+        with processes.arithmetic_in(recipe.dtype, model.device):
+            best = model.in_chunks(best_token, hidden_states(model, inputs)[at])
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
@@ -277,105 +306,98 @@ def look_ahead(model: Qwen2, held_out: list[ForwardInput]) -> list[float]:
 
 # ----------------------------------------------------------------------------------------- the loop
 
+WARMUP = 0.03  # share of the run
+CLIP = 1.0  # largest norm of the gradient
 
-def learning_rate(peak: float, progress: float, warmup: float) -> float:
-    """Linear warm-up, then a cosine to zero; progress and warmup are shares of the whole run."""
-    if progress < warmup:
-        return peak * progress / warmup
-    after_warmup = min(1.0, (progress - warmup) / (1 - warmup))
+
+def learning_rate(peak: float, progress: float) -> float:
+    """Linear warm-up, then a cosine to zero; progress is the share of the run that is done."""
+    if progress < WARMUP:
+        return peak * progress / WARMUP
+    after_warmup = min(1.0, (progress - WARMUP) / (1 - WARMUP))
     return peak * 0.5 * (1 + math.cos(math.pi * after_warmup))
 
 
-def share_done(args: argparse.Namespace, step: int, consumed: int, num_rows: int) -> float:
+def share_done(args: argparse.Namespace, step: int, data: Dataset) -> float:
     """Fraction of the run that is done: of --steps if given, else of the rows of all epochs."""
     if args.steps:
         return step / args.steps
-    return min(1.0, consumed / (args.epochs * num_rows))  # the last step may take a few rows more
+    num_rows = args.epochs * len(data.training)
+    return min(1.0, data.consumed / num_rows)  # the last step may take a few rows more
 
 
-def add_gradients(model: Qwen2, step: list[ForwardInput], args, autocast) -> Tensor:
-    """Add the gradients of a step's loss; its two parts (noisy, clean) in this process: (2,)."""
-    size = processes.rank_and_size()[1]
-    sums = torch.zeros(2, device=model.device)
-    for inputs in step:
-        with autocast:
-            noisy, clean = losses(model, inputs.to(model.device), args.mask_weight)
-        loss = clean
-        if model.config.block:
-            loss = noisy + args.ar_weight * clean
-        (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
-        sums += torch.stack([noisy, clean]).detach()
-    return sums
+def update(model: Qwen2, optimizer: torch.optim.Optimizer, rate: float, is_held: bool) -> float:
+    """Change the weights by the gradients, which are clipped and forgotten; their norm before.
+
+    is_held: a step without masks may then have nothing to learn.
+    """
+    norm = processes.clip_gradients(model, CLIP)
+    is_dead = norm == 0 and not is_held  # hidden states overflow
+    if is_dead or not math.isfinite(norm):
+        raise UserError(f"the gradient's norm is {norm:g}; try a smaller --lr")
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
-def packed_width(model: Qwen2, max_length: int) -> int | None:
-    """The width of packed rows. None: no packing, for dense attention costs the width's square."""
-    if not can_use_flex(model.device, model.config.head_dim):
-        return None
-    longest = 2 * max_length if model.config.block else max_length
-    return round_up(3 * longest // 2, 32)  # room for the longest and a short one
+def train(
+    model: Qwen2,
+    chat: Chat,
+    data: Dataset,
+    run: Run,
+    args: argparse.Namespace,
+    recipe: Recipe,
+    add_gradients=add_gradients,
+) -> int:
+    """Train to the end and return 0, or return the number of the signal that stopped the run.
 
-
-def train(model: Qwen2, chat: Chat, data: Dataset, run: Run, args, dtype: torch.dtype) -> int:
-    """Train to the end and return 0, or return the number of the signal that stopped the run."""
-    rank, size = processes.rank_and_size()
-    config = model.config
-    width = packed_width(model, args.max_length)
+    add_gradients: what a step learns; another one makes it another method.
+    """
     if args.checkpoint_layers:
         processes.recompute_layers(model)
     if dist.is_initialized():
-        processes.shard(model, dtype)
+        processes.shard(model, recipe.dtype)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    autocast = processes.arithmetic_in(dtype, model.device)  # the weights stay float32
     with run:
-        step, consumed = run.start(model, optimizer, chat, data)
-        done = share_done(args, step, consumed, len(data.training))
-        batches = data.steps(args.batch, start_at=consumed)
+        step = run.start(model, optimizer, chat, data)
+        done = share_done(args, step, data)
         while done < 1:
             began = time.perf_counter()
-            batch = next(batches)
             before = done
-            done = share_done(args, step + 1, batch.consumed, len(data.training))
-            # The rate at the middle of the step: neither the first nor the last step has rate 0.
-            rate = learning_rate(args.lr, (before + done) / 2, args.warmup)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-
-            step_inputs = forward_inputs(batch.examples, config, args, width, rank, size)
-            sums = add_gradients(model, step_inputs, args, autocast)
-            grad_norm = processes.clip_gradients(model, args.clip)
-            if not 0 < grad_norm < math.inf:  # NaN, or 0 where hidden states overflow: a dead model
-                what = f"step {step + 1}: the gradient's norm is {grad_norm:g}"
-                raise UserError(f"{what}; try a smaller --lr")
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            examples = data.next_batch(args.batch)
             step += 1
+            done = share_done(args, step, data)
+            # The rate at the middle of the step: neither the first nor the last step has rate 0.
+            rate = learning_rate(args.lr, (before + done) / 2)
+            sums = add_gradients(model, examples, recipe)
+            with naming(f"step {step}"):
+                norm = update(model, optimizer, rate, is_held=recipe.start is not None)
 
             noisy, clean = processes.total(sums).tolist()
-            num_tokens = sum(len(example.tokens) for example in batch.examples)
+            num_tokens = sum(len(example.tokens) for example in examples)
             record = {
                 "step": step,
                 "noisy": round(noisy, 5),
                 "clean": round(clean, 5),
                 "lr": rate,
-                "grad_norm": round(grad_norm, 4),
+                "grad_norm": round(norm, 4),
                 "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
                 "memory_gib": round(processes.peak_memory(model.device), 2),
             }
-            if config.block is None:
-                del record["noisy"]
             is_due = done >= 1 or step % args.save_every == 0
+            if recipe.block is None:
+                del record["noisy"]
             if is_due and data.held_out:
-                held_out = forward_inputs(data.held_out, config, args, width)
-                with autocast:
-                    record["look_ahead"] = look_ahead(model, held_out)
-            run.log(record, done, batch.skipped)
+                record["look_ahead"] = look_ahead(model, data.held_out, recipe)
+            run.log(record, done)
 
-            stop = run.stop_requested(model.device)
+            stop = run.stop_requested()
             if is_due or stop:
-                run.save(model, optimizer, chat, batch.consumed, finished=done >= 1)
+                run.save(finished=done >= 1)
             if stop and done < 1:
                 return stop
     return 0
@@ -392,89 +414,98 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     flag = functools.partial(add, action="store_true")
     # fmt: off
-    add("--data", type=path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
-    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "directory or hub id to start from")
-    parser.add_template_option()
-    flag("--from-scratch", help="use only its config and tokenizer")
-    add("--out", type=path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
-    flag("--overwrite", help="replace the model or run in --out")
+    add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
+    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "to start from; without weights: random ones")
+    add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
     flag("--resume", help="continue from the newest checkpoint in --out")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
     add("--block", type=number(int, 1), default=4, help="B, masks in a block")
-    add("--block-phase", choices=("random", "fixed"), default="random", help="fixed: the paper's")
-    add("--mask-weight", choices=("uniform", "expected"), default="uniform", help="of a guess")
-    add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
-    add("--normalization", choices=("sequence", "token"), default="sequence", help="averaged over")
+    add("--blocks", choices=("grid", "every"), default="grid", help="one per B tokens, or at each")
+    clean = parser.add_mutually_exclusive_group().add_argument
+    clean("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
+    hold_help = "hold the clean stream to what --model predicts, with this weight"
+    clean("--hold", type=number(float, 0, 1e6), metavar="WEIGHT", help=hold_help)
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
     add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
     add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
     add("--batch-tokens", type=number(int, 1), default=4096, help="positions per forward")
     flag("--checkpoint-layers", help="less memory: compute activations twice")
     add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")
-    add("--warmup", type=number(float, 0, 1), default=0.03, help="share of the run")
-    add("--clip", type=number(float, 1e-6), default=1.0, help="largest gradient norm")
     add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
-    add("--held-out", type=number(int, 0), default=64, help="rows to evaluate on, at most a tenth")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
-    add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, phases, new weights")
+    add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, new weights")
     # fmt: on
     return parser.parse_args(words)
 
 
-def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat, Dataset, Run]:
-    size = processes.rank_and_size()[1]
-    rows = JsonlFile(args.data)  # first: `locate` may download for long
-    directory = locate(args.model)
-    config = read_config(directory, Config)
+def open_model(name: str, device: torch.device, seed: int) -> tuple[Qwen2, Chat]:
+    """The model to train, in float32; with random weights if its directory has none."""
+    directory = locate(name)
+    if any(directory.glob("model*.safetensors*")):
+        model, chat = load(name, device)
+        return model.requires_grad_(), chat
+    model = initialize(read_config(directory, Config), seed)
+    chat = Chat(directory)
+    add_mask_token(model, chat)
+    processes.say(f"{name}: has no weights (model*.safetensors): training begins with random ones")
+    return model.to(device), chat
+
+
+def packed_width(model: Qwen2, longest: int) -> int | None:
+    """The width of packed rows. None: no packing, for dense attention costs the width's square."""
+    if not can_use_flex(model.device, model.config.head_dim):
+        return None
+    return round_up(3 * longest // 2, 32)  # room for the longest example and a short one
+
+
+def prepare(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> tuple[Qwen2, Chat, Dataset, Run, Recipe]:
+    """What `train` needs; nothing has been written when a UserError stops it."""
+    rows = JsonlFile(args.data)  # first: a model may take long to download
+    run = Run(args.out, what_decides(args, rows), args.resume)
+    model, chat = open_model(args.model, device, args.seed)
+    config = model.config
     positions = config.max_position_embeddings
-    if args.batch < size:
-        raise UserError(f"--batch {args.batch}: fewer examples than processes ({size})")
     if args.max_length > positions:
         raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
-    if args.objective == "mars" and args.block > args.max_length:
-        raise UserError(f"--block {args.block}: more than --max-length {args.max_length}")
-    run = Run(args.out, identity(args, rows), args.resume, args.overwrite)
-    if args.from_scratch:
-        chat = Chat(directory)
-        model = initialize(config, args.seed)
-        add_mask_token(model, chat)
-        model.to(device)
-    else:
-        model, chat = load(args.model, device)
-        model.requires_grad_()
-    chat.template_options = dict(args.template_option)
-    model.config.block = args.block if args.objective == "mars" else None
-    ends = model.config.eos_token_id
-    data = Dataset(
-        rows,
-        chat,
-        eos=ends[0],
-        ends=ends,
-        phases=args.block if args.block_phase == "random" else 1,
-        max_length=args.max_length,
-        seed=args.seed,
-        num_held_out=args.held_out,
+    clean_weight = args.ar_weight
+    start = None
+    if args.hold is not None:
+        clean_weight = args.hold
+        start, _ = load(args.model, device, dtype)
+    config.block = args.block if args.objective == "mars" else None  # is saved with the model
+    masks_per_token = args.block if args.blocks == "every" else 1
+    recipe = Recipe(
+        mask_id=config.mask_token_id,
+        block=config.block,
+        blocks=args.blocks,
+        clean_weight=clean_weight,
+        start=start,
+        batch_tokens=args.batch_tokens,
+        row_width=packed_width(model, (1 + masks_per_token) * args.max_length),
+        dtype=dtype,
     )
+    data = Dataset(rows, chat, config.eos_token_id, args.max_length, args.seed)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    processes.say(
-        f"{args.model}: {millions:.1f} M parameters on {size} x {device}; {len(rows)} rows"
-    )
-    return model, chat, data, run
+    processes.say(f"{args.model}: {millions:.1f} M parameters on {device}; {len(rows)} rows")
+    return model, chat, data, run, recipe
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(words: list[str] | None = None, add_gradients=add_gradients) -> None:
+    args = parse_arguments(words)
     device, dtype = find_device(args.device, args.dtype)
     if dist.is_torchelastic_launched():
         device = processes.join(device)
     with processes.together():
-        model, chat, data, run = prepare(args, device)
+        model, chat, data, run, recipe = prepare(args, device, dtype)
 
-    stop = train(model, chat, data, run, args, dtype)
+    stop = train(model, chat, data, run, args, recipe, add_gradients)
     processes.wait_for_all()
     if stop:
         sys.exit(128 + stop)
 
 
 if __name__ == "__main__":
-    processes.run(main, out_of_memory="use a smaller --batch-tokens, or --checkpoint-layers")
+    memory_hint = "use a smaller --batch-tokens, or --checkpoint-layers"
+    processes.run_main_and_exit(main, out_of_memory=memory_hint)

@@ -23,7 +23,6 @@ class Chat:
     """The tokenizer and chat template in `directory`; without a template, ChatML."""
 
     def __init__(self, directory: Path):
-        self.template_options: dict[str, object] = {}  # names that the template may ask for
         path = directory / "tokenizer.json"
         with failure_as(f"{path}: missing or damaged"):
             self.tokenizer = Tokenizer.from_file(str(path))
@@ -48,9 +47,12 @@ class Chat:
 
     def prompt(self, messages: list[dict]) -> str:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
-        options = {"add_generation_prompt": True} | self.template_options
         with failure_as("the chat template refuses this conversation"):
-            return self._render(messages=messages, **options)
+            return self._render(messages=messages, add_generation_prompt=True)
+
+    def encode_prompt(self, messages: list[dict]) -> list[int]:
+        """The token ids of `prompt`."""
+        return self.encode(self.prompt(messages))
 
     def encode(self, text: str) -> list[int]:
         try:

@@ -47,13 +47,13 @@ class Checkpoints:
                 if leads():
                     write_json(temporary / "progress.json", progress)
                     temporary.rename(path)
-                    self.remove(self.paths()[:-KEPT])
+                    self.remove_old()
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
                 raise
 
-    def remove(self, paths: list[Path]) -> None:
-        for path in paths:
+    def remove_old(self) -> None:
+        for path in self.paths()[:-KEPT]:
             renamed = path.rename(path.with_suffix(".removed.tmp"))  # not where `save` writes
             shutil.rmtree(renamed)
 

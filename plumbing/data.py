@@ -1,16 +1,15 @@
 """Training data: rows of a JSONL file to examples, and an endless shuffled stream of steps."""
 
 import random
-import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import InitVar, dataclass
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from .chat import Chat
 from .errors import UserError
 from .jsonl import JsonlFile, with_prompt
+
+NUM_HELD_OUT = 64  # rows to evaluate on; at most a tenth of the file
 
 
 class Unusable(UserError):
@@ -21,7 +20,7 @@ class Unusable(UserError):
 class Example:
     tokens: list[int]  # prompt, response and, unless it was cut, the end-of-turn token
     prompt_length: int
-    phase: int = 0  # of the block grid
+    has_masks: bool = True  # False: it has the clean stream only
 
     @property
     def num_targets(self) -> int:
@@ -33,59 +32,71 @@ class Example:
         return self.tokens[self.prompt_length :]
 
 
-def encode(row: dict, chat: Chat, eos: int, max_length: int, ends: tuple[int, ...] = ()) -> Example:
-    """The last assistant turn is the response, everything before it the prompt, as in the paper.
+def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) -> Example:
+    """A row as an example: the last assistant turn is the response, all before it the prompt.
 
-    eos: the token that ends the response; ends: all tokens at which a decoder would stop.
+    A row has `messages`, or a `prompt` (or `question`) and a `response`. If it has a
+    `finish_reason` that is "length", the response was cut and does not end its turn. `"masks":
+    false` is for a response that is not the likeliest, such as one drawn at a temperature: its
+    clean stream is trained, but not its masks.
+
+    ends: all tokens at which a decoder would stop. The first ends the response.
     """
-    messages = usable_messages(row)
-    text = chat.prompt(messages[:-1])
-    prompt = chat.encode(text)
+    messages = conversation(row)
+    while messages and messages[-1]["role"] != "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise Unusable("no assistant turn")
+    prompt = encode_all_turns(messages[:-1], chat)
     response = chat.encode(messages[-1]["content"])
-    for message in messages[:-1]:
-        said = message["content"].split("</think>")[-1]  # Qwen3's template drops former thoughts
-        if said.strip() not in text:  # and Qwen2.5's some roles
-            raise Unusable("a turn that the chat template drops")
     if not response:
         raise Unusable("an empty response")
-    if not {chat.mask_id, eos, *ends}.isdisjoint(response):  # never predicted, or only at the end
+    if not {chat.mask_id, *ends}.isdisjoint(response):  # never predicted, or only at the end
         raise Unusable("a mask or end-of-turn token in the response")
     if not 0 < len(prompt) < max_length:
         raise Unusable(f"prompt of {max_length} tokens or more")
     tokens = prompt + response
-    if row.get("finish_reason") != "length":  # a response that was cut short has no end
-        tokens.append(eos)
-    return Example(tokens[:max_length], len(prompt))
+    if row.get("finish_reason") != "length":
+        tokens.append(ends[0])
+    has_masks = row.get("masks") is not False
+    return Example(tokens[:max_length], len(prompt), has_masks)
 
 
 def encode_prompt(row: dict, chat: Chat) -> list[int]:
-    """Token ids of a prompt. The rules are those of training, which may read the output."""
-    example = encode(row | {"response": "?"}, chat, eos=-1, max_length=sys.maxsize)
-    if row.get("messages") and row["messages"][-1]["role"] == "assistant":
+    """Token ids of a row that asks, by the rules of training; a `response` is left out."""
+    messages = conversation({name: row[name] for name in row if name != "response"})
+    if messages[-1]["role"] == "assistant":
         raise Unusable("the last message is the assistant's")
-    return example.tokens[: example.prompt_length]
+    return encode_all_turns(messages, chat)
 
 
-def usable_messages(row: dict) -> list[dict]:
-    """The conversation up to the last assistant turn; Unusable if there is none."""
+def conversation(row: dict) -> list[dict]:
+    """The messages of a row, its `response` included; Unusable if one is not plain text."""
     row = with_prompt(row)
     messages = row.get("messages")
-    if messages is None and "prompt" in row and "response" in row:
+    if messages is None and "prompt" in row:
         messages = [{"role": "user", "content": row["prompt"]}]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise Unusable("neither messages nor prompt and response")
-    if "response" in row and messages and messages[-1].get("role") != "assistant":
+    is_list = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    if not is_list or not messages:
+        raise Unusable("neither messages nor a prompt")
+    if "response" in row and messages[-1].get("role") != "assistant":
         messages = [*messages, {"role": "assistant", "content": row["response"]}]
-    while messages and messages[-1].get("role") != "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise Unusable("no assistant turn")
     for message in messages:
         if message.get("function_calls") or message.get("tool_calls"):
             raise Unusable("a tool call")  # the content lacks it
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise Unusable("content that is not text, or no role")
     return messages
+
+
+def encode_all_turns(messages: list[dict], chat: Chat) -> list[int]:
+    """Token ids of a prompt in which the chat template shows every turn."""
+    text = chat.prompt(messages)
+    for message in messages:
+        said = message["content"].split("</think>")[-1]  # Qwen3's template drops former thoughts
+        if said.strip() not in text:  # and Qwen2.5's some roles
+            raise Unusable("a turn that the chat template drops")
+    return chat.encode(text)
 
 
 def shuffled(count: int, *key: object) -> array:
@@ -95,71 +106,56 @@ def shuffled(count: int, *key: object) -> array:
     return order
 
 
-class Step(NamedTuple):
-    """What one step trains on, and how far the data is consumed after it."""
-
-    examples: list[Example]
-    consumed: int  # rows, including the skipped ones
-    skipped: dict[str, int]
-
-
 @dataclass
 class Dataset:
     """Examples of a JSONL file: a held-out slice, and an endless shuffled stream of the others.
 
-    Order and block phases are functions of (seed, epoch, row): there is no random state to save.
+    The order is a function of (seed, epoch): there is no random state to save.
     """
 
     rows: JsonlFile
     chat: Chat
-    eos: int  # this and `ends`: see `encode`
-    phases: int  # of the block grid: 1, or as many as a block has positions
+    ends: tuple[int, ...]  # see `make_example`
     max_length: int
     seed: int
-    num_held_out: InitVar[int]
-    ends: tuple[int, ...] = ()
+    consumed: int = 0  # rows of all epochs, including the skipped ones
 
-    def __post_init__(self, num_held_out: int):
-        self.skipped: Counter[str] = Counter()
+    def __post_init__(self):
         order = shuffled(len(self.rows), self.seed)
-        num_held_out = min(num_held_out, len(self.rows) // 10)
+        num_held_out = min(NUM_HELD_OUT, len(self.rows) // 10)
         self.training = order[num_held_out:]
-        held_out_examples = [self.example(index, epoch=-1) for index in order[:num_held_out]]
-        self.held_out = [example for example in held_out_examples if example]
-        skipped = Counter(self.skipped)
-        if not any(self.example(index, epoch=0) for index in self.training):
-            raise UserError(f"{self.rows.path}: no usable row: {reasons(self.skipped)}")
+        self.epoch = -1
+        self.skipped: Counter[str] = Counter()
+        held_out = [self.example(index) for index in order[:num_held_out]]
+        self.held_out = [example for example in held_out if example]
+        skipped = self.skipped.copy()
+        if not any(self.example(index) for index in self.training):
+            raise UserError(f"{self.rows.path}: no usable row: {self.reasons()}")
         self.skipped = skipped  # without the rows that were only tried here
 
-    def example(self, index: int, epoch: int) -> Example | None:
-        row = self.rows[index]
+    def example(self, index: int) -> Example | None:
+        """A row's example, or None; why it is unusable is counted, once for all epochs."""
         try:
-            example = encode(row, self.chat, self.eos, self.max_length, self.ends)
+            return make_example(self.rows[index], self.chat, self.ends, self.max_length)
         except UserError as reason:  # also of the chat template
-            if epoch <= 0:  # count a row once, however many epochs there are
+            if self.epoch <= 0:
                 self.skipped[str(reason)] += 1
             return None
-        example.phase = random.Random(f"{self.seed} {epoch} {index}").randrange(self.phases)
-        return example
 
-    def steps(self, batch: int, start_at: int = 0) -> Iterator[Step]:
-        """Yield steps of `batch` examples endlessly, from row `start_at` of all epochs on."""
-        consumed = start_at
+    def next_batch(self, size: int) -> list[Example]:
+        """The next examples of the stream, which begins anew, in another order, in each epoch."""
         examples = []
-        order_of = None
-        while True:
-            epoch, at = divmod(consumed, len(self.training))
-            if epoch != order_of:
-                order = shuffled(len(self.training), self.seed, epoch)
-                order_of = epoch
-            example = self.example(self.training[order[at]], epoch)
-            consumed += 1
+        while len(examples) < size:
+            epoch, at = divmod(self.consumed, len(self.training))
+            if epoch != self.epoch:
+                self.order = shuffled(len(self.training), self.seed, epoch)
+                self.epoch = epoch
+            example = self.example(self.training[self.order[at]])
+            self.consumed += 1
             if example:
                 examples.append(example)
-            if len(examples) == batch:
-                yield Step(examples, consumed, dict(self.skipped))
-                examples = []
+        return examples
 
-
-def reasons(skipped: dict[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in Counter(skipped).most_common())
+    def reasons(self) -> str:
+        """How many rows were skipped, and why; empty if none was."""
+        return ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())

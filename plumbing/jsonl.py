@@ -1,18 +1,15 @@
 """Rows of a JSONL file: of any size, in any order; and files of prompts, which may be text."""
 
 import json
-import re
 import zlib
 from array import array
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from tqdm import tqdm
 
 from .errors import UserError, failure_as
 from .processes import leads
-
-LONGEST = 4 * 10**6  # bytes of a line of prompts; its tokens take a gigabyte of memory
-LIKE_JSON = re.compile(r"""[{[]\s*(["'{]|$)""")  # also broken JSON; "{x} is a set" is text
 
 
 class JsonlFile:
@@ -44,31 +41,37 @@ class JsonlFile:
         return parse_object(self.file.readline(), f"{self.path}:byte {self.offsets[index]}")
 
 
-def parse_object(line: str | bytes, where: str) -> dict:
+def parse_object(line: bytes, where: str) -> dict:
     """The JSON object in a line; anything else is a UserError."""
-    hint = "is it compressed or parquet? unpack or convert it to JSONL"
-    with failure_as(f"{where}: not JSON; {hint}"):
-        row = json.loads(line)
+    text = decode(line, where)
+    with failure_as(f"{where}: not JSON; is the line cut short?"):
+        row = json.loads(text)
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but {str(row)[:40]}")
     return row
 
 
+def decode(line: bytes, where: str) -> str:
+    with failure_as(f"{where}: not UTF-8; is it compressed or parquet? convert it"):
+        return line.decode("utf-8-sig")  # a file may begin with a byte order mark
+
+
 def read_rows(file: Path) -> dict[int, dict]:
-    """What each line asks for, by line number: text, or from the first JSON object on only such."""
+    """The rows of a file of prompts, by line number.
+
+    It is JSONL if it begins with "{" (blank lines aside); else each line is a prompt.
+    """
+    content = file.read_bytes()
+    is_jsonl = content.removeprefix(BOM_UTF8).lstrip().startswith(b"{")
     rows = {}
-    is_jsonl = False
-    for line_number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for line_number, line in enumerate(content.splitlines(), start=1):
         where = f"{file}:{line_number}"
-        if len(line) > LONGEST:
-            raise UserError(f"{where}: {len(line)} bytes, more than {LONGEST} in one line")
-        with failure_as(f"{where}: not UTF-8"):
-            text = line.decode("utf-8-sig").strip()
-        is_jsonl = is_jsonl or LIKE_JSON.match(text) is not None
-        if text and is_jsonl:
-            rows[line_number] = with_prompt(parse_object(text, where))
-        elif text:
-            rows[line_number] = {"prompt": text}
+        if not line.strip():
+            continue
+        if is_jsonl:
+            rows[line_number] = with_prompt(parse_object(line, where))
+        else:
+            rows[line_number] = {"prompt": decode(line, where).strip()}
     if not rows:
         raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
     return rows

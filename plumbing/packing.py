@@ -1,9 +1,10 @@
 """Pack sequences of unequal length into few rectangular forwards."""
 
-import bisect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -33,16 +34,17 @@ def pack(lengths: list[int], width: int) -> list[list[int]]:
     (Best-fit decreasing, a classic of bin packing: of many rows at most 11/9 of the fewest.)
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room, row) of every row, the fullest first
+    room: list[int] = []  # in each row
     for i in longest_first(lengths):
-        at = bisect.bisect_left(free, (lengths[i], 0))
-        if at < len(free):
-            room, row = free.pop(at)
+        fits = [row for row in range(len(rows)) if room[row] >= lengths[i]]
+        if fits:
+            row = min(fits, key=lambda row: room[row])
         else:
-            room, row = width, len(rows)
+            row = len(rows)
             rows.append([])
+            room.append(width)
         rows[row].append(i)
-        bisect.insort(free, (room - lengths[i], row))
+        room[row] -= lengths[i]
     return rows
 
 
@@ -73,21 +75,22 @@ def longest_first(lengths: list[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
 
-def collate(rows: list[list[NamedTuple]], width: int, padding: NamedTuple) -> NamedTuple:
-    """Join each row's sequences, then pad it to `width`: every field becomes (rows, width).
+def fill_rows(
+    rows: list[list[NamedTuple]], width: int, padding: Callable[[int], NamedTuple]
+) -> NamedTuple:
+    """Join the sequences of each row and pad it to `width`: every field becomes (rows, width).
 
-    A sequence is a NamedTuple of tensors (T,); `padding` has the value that fills each field.
+    A sequence is a NamedTuple of tensors (T,); `padding(T)` is one that fills T positions.
     """
-    kind = type(padding)
     filled = []
     for row in rows:
         num_free = width - sum(len(sequence[0]) for sequence in row)
-        tail = kind(*(torch.full((num_free,), value) for value in padding))
-        filled.append(concatenate([*row, tail]))
-    return kind(*(torch.stack(column) for column in zip(*filled)))
+        filled.append(combine(torch.cat, [*row, padding(num_free)]))
+    return combine(torch.stack, filled)
 
 
-def concatenate(sequences: list[NamedTuple]) -> NamedTuple:
-    """Join NamedTuples of tensors (T,), field by field."""
-    kind = type(sequences[0])
-    return kind(*(torch.cat(column) for column in zip(*sequences)))
+def combine(function: Callable[[list[Tensor]], Tensor], parts: list[NamedTuple]) -> NamedTuple:
+    """One NamedTuple of several, field by field: `function` is torch.cat or torch.stack."""
+    kind = type(parts[0])
+    fields = {name: function([getattr(part, name) for part in parts]) for name in kind._fields}
+    return kind(**fields)

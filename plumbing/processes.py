@@ -143,11 +143,8 @@ def peak_memory(device: torch.device) -> float:
     return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20
 
 
-def run(main: Callable[[], None], out_of_memory: str) -> None:
-    """`run_main`, and the end of this process.
-
-    Under torchrun it ends at once: gloo's threads, still running, may abort it.
-    """
+def run_main_and_exit(main: Callable[[], None], out_of_memory: str) -> None:
+    """`run_main`, and the end of this process: at once under torchrun, or gloo may abort it."""
     status = 0
     try:
         run_main(main, out_of_memory)

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from .checkpoints import Checkpoints, remove_leftovers, whole_weights
 from .config import config_json
-from .data import reasons
 from .errors import UserError, failure_as
 from .files import atomic_write, has_model, save
 from .jsonl import JsonlFile
@@ -20,12 +19,12 @@ from .signals import StopSignal
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
 # Options that a resumed run may change: they say where and how, not what is computed.
-MAY_CHANGE = {"data", "out", "resume", "overwrite", "save_every", "device", "dtype"}
+MAY_CHANGE = {"data", "out", "resume", "save_every", "device", "dtype"}
 MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
 
 
-def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
-    """The options and the data that identify a run."""
+def what_decides(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
+    """The options and the data that decide what a run computes."""
     facts = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():
         if name not in MAY_CHANGE:
@@ -36,44 +35,43 @@ def identity(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
 class Run:
     """OUT: the exported model, log.jsonl and checkpoints/.
 
-    Life cycle: create it (conflicts are refused before anything is written), enter it, `log` every
-    step and `save` now and then. `found` is the progress to resume from, or None.
+    Life cycle: create it (conflicts are refused before anything is written), enter it, `start`,
+    then `log` every step and `save` now and then.
     """
 
-    def __init__(self, out: Path, identity: dict[str, str], resume: bool, overwrite: bool):
-        """identity: see the function; a resumed run must have the same."""
+    def __init__(self, out: Path, settings: dict[str, str], resume: bool):
+        """settings: of `what_decides`; a resumed run must have the same."""
         self.out = out
-        self.identity = identity
+        self.settings = settings
         self.checkpoints = Checkpoints(out / "checkpoints")
-        self.skipped: dict[str, int] = {}
-        self.found = self._resumable(resume, overwrite)
+        self.found = self._progress_to_resume(resume)
         self.step = self.saved_step = self.found["step"] if self.found else 0
+        self.data = None
 
-    def _resumable(self, resume: bool, overwrite: bool) -> dict | None:
+    def _progress_to_resume(self, resume: bool) -> dict | None:
+        """The newest checkpoint's progress, or None for a new run; UserError for a conflict."""
         newest = self.checkpoints.newest()
         if newest and resume:
-            for name, value in self.identity.items():
+            for name, value in self.settings.items():
                 before = newest["run"].get(name)
                 if value != before:
                     raise UserError(f"{name} {value}: the run in {self.out} has {before}")
             return newest
-        if (newest or has_model(self.out)) and not overwrite:
-            what = "a model; --overwrite it"
-            if newest and not newest["finished"]:
-                what = "an unfinished run; --resume it, --overwrite it"
-            raise UserError(f"--out {self.out}: has {what}, or choose another")
+        if newest and not newest["finished"]:
+            what = "has an unfinished run; --resume it, delete it or choose another --out"
+            raise UserError(f"--out {self.out}: {what}")
+        if newest or has_model(self.out):
+            raise UserError(f"--out {self.out}: has a model; delete it or choose another --out")
         if resume:
             say(f"{self.out}: no checkpoint to resume from; starting from the beginning")
         return None
 
     def __enter__(self) -> "Run":
-        """Open log and progress bar, remove what a kill or an older run left, and catch signals."""
+        """Open log and progress bar, remove what a kill left, and catch signals."""
         with together(), failure_as(f"--out {self.out}: cannot be written to"):
             if leads():
                 self.out.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(self.out)
-                if not self.found:
-                    self.checkpoints.remove(self.checkpoints.paths())
                 self.log_file = self._open_log()
         self.bar = tqdm(total=100, bar_format=BAR, disable=None if leads() else True)
         self.last_line = time.monotonic()
@@ -83,29 +81,29 @@ class Run:
     def _open_log(self):
         """log.jsonl without the steps that no checkpoint holds: they will be logged again."""
         log = self.out / "log.jsonl"
-        kept = ""
+        lines = []
         if self.found and log.exists():
-            with failure_as(f"{log}: has a line that is not a step's; move it away"):
-                for line in log.read_text().splitlines(keepends=True):
-                    if line.endswith("\n") and json.loads(line)["step"] <= self.found["step"]:
-                        kept += line
-        atomic_write(log, lambda file: file.write_text(kept))
+            lines = log.read_text().splitlines(keepends=True)[: self.step]  # one for each step
+        atomic_write(log, lambda file: file.write_text("".join(lines)))
         return open(log, "a")
 
-    def start(self, model, optimizer, chat, data) -> tuple[int, int]:
-        """Load the checkpoint to resume from, if there is one: its step, and the rows consumed."""
-        if self.found is None:
-            return 0, 0
-        self.checkpoints.load(model, optimizer)
-        say(f"resumed at step {self.step}")
-        data.skipped = Counter(self.found["skipped"])
-        self.export(model, chat)  # in case the run was killed before it
-        return self.step, self.found["consumed"]
+    def start(self, model, optimizer, chat, data) -> int:
+        """The number of the step to go on from; what a checkpoint of it holds is loaded."""
+        self.model = model
+        self.optimizer = optimizer
+        self.chat = chat
+        self.data = data
+        if self.found:
+            self.checkpoints.load(model, optimizer)
+            data.consumed = self.found["consumed"]
+            data.skipped = Counter(self.found["skipped"])
+            say(f"resumed at step {self.step}")
+            self.export()  # in case the run was killed before it
+        return self.step
 
-    def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
+    def log(self, record: dict, share_done: float) -> None:
         """Add a line to log.jsonl and move the bar; without a terminal, print a line a minute."""
         self.step = record["step"]
-        self.skipped = skipped
         if leads():
             self.log_file.write(json.dumps(record) + "\n")
             self.log_file.flush()
@@ -118,24 +116,24 @@ class Run:
             shares = "  ".join(f"{share:.3f}" for share in record["look_ahead"])
             say(f"step {self.step}: right 1, 2, ... tokens ahead: {shares}")
 
-    def save(self, model, optimizer, chat, consumed: int, finished: bool) -> None:
+    def save(self, finished: bool) -> None:
         """Write a checkpoint of the step that was logged last, and the model for its users."""
-        progress = {"step": self.step, "consumed": consumed, "skipped": self.skipped}
-        progress |= {"finished": finished, "run": self.identity}
-        self.checkpoints.save(model, optimizer, progress)
-        self.export(model, chat)
+        progress = {"step": self.step, "consumed": self.data.consumed, "skipped": self.data.skipped}
+        progress |= {"finished": finished, "run": self.settings}
+        self.checkpoints.save(self.model, self.optimizer, progress)
+        self.export()
 
-    def export(self, model, chat) -> None:
+    def export(self) -> None:
         """Write the whole model for its users: see `files.save`."""
-        weights = whole_weights(model)
+        weights = whole_weights(self.model)
         with together():
             if leads():
-                save(self.out, config_json(model.config), chat, weights)
+                save(self.out, config_json(self.model.config), self.chat, weights)
         self.saved_step = self.step
 
-    def stop_requested(self, device) -> int:
+    def stop_requested(self) -> int:
         """The number of the signal that came to any of the processes, or 0."""
-        return largest(self.stop_signal.number, device)
+        return largest(self.stop_signal.number, self.model.device)
 
     def __exit__(self, *exception: object) -> None:
         """Whatever ended the run, say what was saved."""
@@ -143,7 +141,7 @@ class Run:
         self.bar.close()
         if leads():
             self.log_file.close()
-        if self.skipped:
-            say(f"skipped rows: {reasons(self.skipped)}")
+        if self.data and self.data.skipped:
+            say(f"skipped rows: {self.data.reasons()}")
         what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"
         say(f"{self.step} steps; {self.out} holds {what}")

@@ -11,8 +11,8 @@ from model import Config, Qwen2, initialize
 from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.files import save
-from plumbing.packing import collate
-from train import PADDING, ForwardInput, Streams
+from plumbing.packing import fill_rows
+from train import Streams, padding
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "toy/base"  # a config and a tokenizer without weights
@@ -83,7 +83,7 @@ def toy_prompts(chat: Chat) -> list[list[int]]:
     prompts = []
     for row in rows_of(ROOT / "toy/test.jsonl"):
         turn = {"role": "user", "content": row["prompt"]}
-        prompts.append(chat.encode(chat.prompt([turn])))
+        prompts.append(chat.encode_prompt([turn]))
     return prompts
 
 
@@ -96,7 +96,7 @@ def save_model(model: Qwen2, chat: Chat, directory: Path, dtype=torch.bfloat16) 
     save(directory, config_json(model.config), chat, model.state_dict(), dtype)
 
 
-def unpacked(examples: list[Streams]) -> ForwardInput:
+def unpacked(examples: list[Streams]) -> Streams:
     """A row for each example."""
     width = max(len(streams.tokens) for streams in examples)
-    return ForwardInput(*collate([[streams] for streams in examples], width, PADDING))
+    return fill_rows([[streams] for streams in examples], width, padding)

@@ -10,9 +10,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from common import random_prompt, tiny_config
+from common import MASK, random_prompt, tiny_config
 from torch._subclasses import fake_tensor
-from training import arguments, random_example
+from training import random_example
 
 import train
 from decode import Decoder, Options, naive
@@ -39,7 +39,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch, "Generator", MagicMock())  # a GPU's needs a GPU
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda tensor, generator: tensor)
     # How many positions have a target depends on numbers. Here one of each row has.
-    monkeypatch.setattr(train, "positions_with_target", lambda inputs: (inputs.doc[:, 0], 0))
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda x, as_tuple: (x[:, 0].long(), 0))
     monkeypatch.setattr(train, "can_use_flex", lambda *_: False)  # it would be compiled
     dice.cache_clear()  # a fake tensor belongs to its mode
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=False):
@@ -76,8 +76,7 @@ def test_decoding(way, dtype, gpu):
 def test_the_loss(block, gpu):
     """Not its gradient: autograd asks for the real device."""
     model = fake_model(torch.float32)
-    model.config.block = block
     examples = [random_example(random.Random(seed), 4) for seed in range(3)]
-    for inputs in train.forward_inputs(examples, model.config, arguments()):
+    for inputs in train.forward_inputs(examples, train.Recipe(MASK, block)):
         assert sum(train.losses(model, inputs.to(model.device))).is_cuda
     assert train.naive_loss(model, [2, 3], [4, 5, 6], block=2).is_cuda

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import ROOT, rows_of, toy_prompts
-from training import arguments, log, run_train, whole_step
+from training import log, run_train, whole_step
 
 import train
 from decode import generate
@@ -64,12 +64,12 @@ def test_flex_attention_is_the_dense_mask(monkeypatch):
     model, chat = load(str(ROOT / "toy/mars"), "cuda")
     model.requires_grad_()
     rows = rows_of(ROOT / "toy/train.jsonl")[:40]
-    examples = [data.encode(row, chat, 2, 512) for row in rows]
-    args = arguments("--batch-tokens", 1024)
-    width = train.packed_width(model, args.max_length)
-    with_flex = whole_step(model, examples, args, width=width)
+    examples = [data.make_example(row, chat, (2,), 512) for row in rows]
+    width = train.packed_width(model, 1024)
+    recipe = train.Recipe(chat.mask_id, batch_tokens=1024, row_width=width)
+    with_flex = whole_step(model, examples, recipe)
     monkeypatch.setattr(train, "can_use_flex", lambda *_: False)
-    dense = whole_step(model, examples, args, width=width)
+    dense = whole_step(model, examples, recipe)
     assert (with_flex - dense).abs().max() < 1e-5 * dense.abs().max()
 
 

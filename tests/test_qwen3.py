@@ -2,14 +2,11 @@
 
 import json
 
-import pytest
 import transformers
-from commands import command, is_refused
 from common import copy_tokenizer
-from training import run_train, write
 
 from plumbing.chat import Chat
-from plumbing.data import encode
+from plumbing.data import make_example
 
 # What Qwen3's template does with thoughts: an answer begins with a block for them, empty if there
 # are none; in earlier turns there is no block.
@@ -23,9 +20,6 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
 {%- endif %}
 """
 TURNS = [
@@ -35,37 +29,16 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
-def test_thoughts_are_those_of_transformers(tmp_path, options):
-    """In prompts, and without thoughts in training: prompt and response are the conversation."""
+def test_former_thoughts_are_dropped_as_by_transformers(tmp_path):
+    """And a row with thoughts in an earlier turn can be trained on."""
     copy_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat = Chat(tmp_path)
-    chat.template_options = options
-    prompt = theirs.apply_chat_template(
-        TURNS, tokenize=False, add_generation_prompt=True, **options
-    )
-    assert chat.prompt(TURNS) == prompt
-    assert prompt.endswith("</think>\n\n") == (options == {"enable_thinking": False})
-    if prompt.endswith("</think>\n\n"):
-        messages = [*TURNS, {"role": "assistant", "content": "Still 7."}]
-        whole = theirs.apply_chat_template(messages, tokenize=False)
-        example = encode({"messages": messages}, chat, eos=2, max_length=512)
-        text = chat.tokenizer.decode(example.tokens[:-1], skip_special_tokens=False)
-        assert text == whole.removesuffix("<|im_end|>\n") and example.tokens[-1] == 2
-        assert chat.tokenizer.decode(example.tokens[example.prompt_length : -1]) == "Still 7."
-
-
-def test_template_options_reach_decoding_and_training(checkpoint, tmp_path):
-    (checkpoint / "chat_template.jinja").write_text("{{ 'x' * (1000 if mood == 'long' else 1) }}")
-    decoding = ["decode", "--model", checkpoint, "--prompt", "Hi", "--max-new", 5]
-    option = ["--template-option", "mood=long"]
-    assert is_refused(command(*decoding, *option), "exceed the model's 512 positions")
-    assert command(*decoding).status == 0
-    data = write(tmp_path / "data.jsonl", [{"prompt": "Hi", "response": "Ho"}]).path
-    words = ("--model", checkpoint, "--data", data, "--max-length", 50, "--out", tmp_path / "out")
-    assert is_refused(run_train(*words, *option), "no usable row: 1 ")
-    done = command(*decoding, "--template-option", "mood")
-    assert is_refused(done, "--template-option: must be NAME=VALUE, not 'mood'")
+    prompt = theirs.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    assert chat.prompt(TURNS) == prompt and "Seven" not in prompt
+    messages = [*TURNS, {"role": "assistant", "content": "Still 7."}]
+    example = make_example({"messages": messages}, chat, ends=(2,), max_length=512)
+    text = chat.tokenizer.decode(example.tokens, skip_special_tokens=False)
+    assert text == prompt + "Still 7.<|im_end|>"

@@ -18,7 +18,7 @@ from training import gradient
 from decode import generate, naive
 from model import load_model
 from plumbing.data import Example
-from train import lay_out, losses, naive_loss, target_weights
+from train import Recipe, lay_out, losses, naive_loss
 
 EXTRA = os.environ.get("MARS_FIXTURES", "").split(":")
 HOME = [path.parent for path in sorted((ROOT / "tests/fixtures").glob("*/reference.json"))]
@@ -46,7 +46,7 @@ def test_logits_are_those_of_transformers(reference):
 
 
 def test_loss_and_gradient_are_the_papers(reference):
-    """All cases; those of `naive_loss`, too, which has no weights of targets across examples.
+    """All cases; also of `naive_loss`. Half of them are the mean over the targets of all examples.
 
     That the mask's logit is -inf here, and not in the paper's code, is too little to exceed the
     tolerance.
@@ -57,17 +57,21 @@ def test_loss_and_gradient_are_the_papers(reference):
         block, ar_weight = case["block_size"], case["ar_weight"]
         sequences = zip(case["input_ids"], case["prompt_lens"])
         examples = [Example(tokens, prompt) for tokens, prompt in sequences]
-        weights = target_weights(examples, case["normalization"])
-        streams = [
-            lay_out(example, block, numbers["mask_id"], weight)
-            for example, weight in zip(examples, weights)
-        ]
-        noisy, clean = losses(model, unpacked(streams))
+        num_targets = sum(example.num_targets for example in examples)
+        streams = []
         of_naive = 0
-        for example, weight in zip(examples, weights):
+        for example in examples:
+            share = 1 / len(examples)
+            if case["normalization"] == "token":
+                share = example.num_targets / num_targets
+            layout = lay_out(example, Recipe(numbers["mask_id"], block))
+            layout.noisy_weight.mul_(share)
+            layout.clean_weight.mul_(share)
+            streams.append(layout)
             prompt = example.tokens[: example.prompt_length]
             loss = naive_loss(model, prompt, example.response, block, ar_weight)
-            of_naive = of_naive + weight * example.num_targets * loss
+            of_naive = of_naive + share * loss
+        noisy, clean = losses(model, unpacked(streams))
         for loss in (noisy + ar_weight * clean, of_naive):
             norm = gradient(loss, model).norm()
             assert loss.item() == pytest.approx(case["loss"], rel=1e-4)

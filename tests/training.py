@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
 from model import Qwen2
-from plumbing.data import Example, Step
+from plumbing.data import Example
 from plumbing.jsonl import JsonlFile
-from train import forward_inputs, losses
+from train import Recipe, forward_inputs, losses
 
 # ------------------------------------------------------------------------------ examples and data
 
@@ -33,7 +33,7 @@ def random_example(rng: random.Random, block: int) -> Example:
         near = rng.choice([block, 2 * block, 4 * block])
         lengths.append(max(1, near + rng.choice([-1, 0, 1, rng.randint(0, 9)])))
     prompt, response = lengths
-    return Example(random_prompt(rng, prompt + response), prompt, phase=rng.randrange(block))
+    return Example(random_prompt(rng, prompt + response), prompt)
 
 
 def write(path: Path, rows: list[dict]) -> JsonlFile:
@@ -48,13 +48,11 @@ class FixedData:
     def __init__(self, examples: list[Example]):
         self.training = examples
         self.held_out: list[Example] = []
-        self.skipped: dict[str, int] = {}
+        self.consumed = 0
 
-    def steps(self, batch: int, start_at: int = 0) -> Iterator[Step]:
-        consumed = start_at
-        while True:
-            consumed += len(self.training)
-            yield Step(self.training, consumed, {})
+    def next_batch(self, size: int) -> list[Example]:
+        self.consumed += len(self.training)
+        return self.training
 
 
 class NoRun(contextlib.nullcontext):
@@ -64,23 +62,23 @@ class NoRun(contextlib.nullcontext):
         super().__init__()
         self.records: list[dict] = []
 
-    def start(self, *_: object) -> tuple[int, int]:
-        return 0, 0
-
-    def log(self, record: dict, share_done: float, skipped: dict[str, int]) -> None:
-        self.records.append(record)
-
-    def stop_requested(self, device: torch.device) -> int:
+    def start(self, *_: object) -> int:
         return 0
 
-    def save(self, *_: object, **__: object) -> None: ...
+    def log(self, record: dict, share_done: float) -> None:
+        self.records.append(record)
+
+    def stop_requested(self) -> int:
+        return 0
+
+    def save(self, finished: bool) -> None: ...
 
 
 # ---------------------------------------------------------------------------- the paper's loss
 
 
 def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Tensor]:
-    """The noisy stream's cross-entropy and the clean one's, summed over the response.
+    """The noisy stream's cross-entropy and the clean one's: means over the response.
 
     The paper's form, plainly: [clean L ; noisy L], a mask from loops over its three rules.
     """
@@ -91,7 +89,7 @@ def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Te
     see = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
     for p in range(length):
         for k in range(length):
-            same_block = (p + example.phase) // block == (k + example.phase) // block
+            same_block = p // block == k // block
             see[p, k] = k <= p
             see[length + p, length + k] = same_block and k <= p
             see[length + p, k] = not same_block and k < p
@@ -100,7 +98,31 @@ def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Te
     at = torch.arange(example.prompt_length - 1, length - 1)
     targets = torch.tensor(x[example.prompt_length :])
     both = [model.logits(hidden[at + offset]) for offset in (length, 0)]
-    return [F.cross_entropy(logits, targets, reduction="sum") for logits in both]
+    return [F.cross_entropy(logits, targets) for logits in both]
+
+
+def mask_predictions(
+    model: Qwen2, example: Example, block: int, blocks: str
+) -> list[tuple[int, torch.Tensor, int]]:
+    """Of each mask: how many tokens ahead it predicts, its logits (V,), its target.
+
+    Block by block, each in a plain causal forward of the true tokens before it and its masks.
+    """
+    x = example.tokens
+    last = len(x) - 1
+    starts = list(range(example.prompt_length, last))
+    if blocks == "grid":
+        starts = [p for p in starts if p == example.prompt_length or p % block == 0]
+    found = []
+    for start in starts:
+        end = min(start + block, last)
+        if blocks == "grid":
+            end = min(start - start % block + block, last)
+        feed = x[:start] + [model.config.mask_token_id] * (end - start)
+        hidden = model(torch.tensor([feed]), torch.arange(end)[None], None)[0, start:]
+        for offset, logits in enumerate(model.logits(hidden)):
+            found.append((2 + offset, logits, x[start + offset + 1]))
+    return found
 
 
 def gradient(loss: torch.Tensor, model: Qwen2) -> torch.Tensor:
@@ -109,23 +131,21 @@ def gradient(loss: torch.Tensor, model: Qwen2) -> torch.Tensor:
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-def whole_step(
-    model: Qwen2, examples: list[Example], args: argparse.Namespace, worlds=1, width=None
-) -> torch.Tensor:
+def whole_step(model: Qwen2, examples: list[Example], recipe: Recipe, worlds=1) -> torch.Tensor:
     """Both losses and the gradient of a step, summed over the forwards of all processes."""
     model.zero_grad()
     sums = torch.zeros(2).double()
     for rank in range(worlds):
-        for forward in forward_inputs(examples, model.config, args, width, rank, worlds):
-            noisy, clean = losses(model, forward.to(model.device), args.mask_weight)
-            (noisy + args.ar_weight * clean).backward()
+        for inputs in forward_inputs(examples, recipe, rank, worlds):
+            noisy, clean = losses(model, inputs.to(model.device), recipe.start)
+            (noisy + recipe.clean_weight * clean).backward()
             sums += torch.stack([noisy, clean]).detach().cpu()
     return torch.cat([sums, *(weight.grad.flatten().cpu() for weight in model.parameters())])
 
 
 # ------------------------------------------------------------------------------------ the command
 
-DRAFT = ("--model", ROOT / "toy/draft", "--max-length", 64, "--batch", 2, "--held-out", 0)
+DRAFT = ("--model", ROOT / "toy/draft", "--max-length", 64, "--batch", 2)
 
 
 def arguments(*words: object) -> argparse.Namespace:

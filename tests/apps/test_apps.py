@@ -14,7 +14,7 @@ import apps.chat as chat_app
 from decode import Decoder, Sequence, generate
 from kv_cache import KVCache
 from model import load
-from plumbing.data import encode
+from plumbing.data import make_example
 
 # -------------------------------------------------------------------------------- a conversation
 
@@ -186,7 +186,7 @@ def test_a_question_is_a_prompt(answer, chat):
     assert {row["prompt"] for row in rows} == {PROMPT}
     assert {row["response"] for row in rows} == {rows[0]["response"]}
     pair = {"question": PROMPT, "response": rows[0]["response"]}
-    [first, *others] = [encode(row, chat, eos=2, max_length=512) for row in [*rows, pair]]
+    [first, *others] = [make_example(row, chat, ends=(2,), max_length=512) for row in [*rows, pair]]
     assert others == [first] * 3 and first.num_targets == rows[0]["tokens"]
 
 
