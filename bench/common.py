@@ -14,9 +14,9 @@ import torch
 
 from decode import Options, Sequence
 from model import Config, Qwen2, initialize
-from plumbing.arguments import Parser, number, path
+from plumbing.arguments import Parser, number
 from plumbing.chat import Chat
-from plumbing.data import usable_messages
+from plumbing.data import conversation
 from plumbing.errors import UserError, naming
 from plumbing.jsonl import JsonlFile
 
@@ -36,8 +36,11 @@ def read_problems(file: Path, limit: int | None = None) -> list[dict]:
         if not problem.keys() & {"prompt", "question", "messages"}:
             raise UserError(f"{file}: row {line}: needs a prompt, a question or messages")
         with naming(f"{file}: row {line}"):
-            problem["messages"] = usable_messages(problem | {"response": "?"})[:-1]
-        if not problem["messages"]:
+            messages = conversation(problem)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        problem["messages"] = messages
+        if not messages:
             raise UserError(f"{file}: row {line}: nothing before the assistant's turn")
         if ("answer" in problem) != ("answer" in problems[0]):
             raise UserError(f"{file}: row {line}: either all rows must have an answer or none")
@@ -48,7 +51,7 @@ def read_problems(file: Path, limit: int | None = None) -> list[dict]:
 
 def encode(chat: Chat, problems: list[dict]) -> list[list[int]]:
     """Token ids of each problem."""
-    return [chat.encode(chat.prompt(problem["messages"])) for problem in problems]
+    return [chat.encode_prompt(problem["messages"]) for problem in problems]
 
 
 def last_number(text: str) -> float | None:
@@ -154,11 +157,6 @@ def machine(model: Qwen2) -> str:
     return f"{name}, {dtype}, torch {torch.__version__}"
 
 
-def ratios(mine: list[float], others: list[float]) -> list[float]:
-    """Round by round."""
-    return [a / b for a, b in zip(mine, others)]
-
-
 def spread(values: list[float]) -> str:
     """The median and the range."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
@@ -183,7 +181,7 @@ def add_problems(parser: Parser, limit: int | None = None) -> None:
     """Add --model, --device, --dtype, --data, --limit and --max-new."""
     parser.add_model(str(TOY / "mars"), "directory or hub id")
     add = parser.add_argument
-    add("--data", type=path, default=TOY / "test.jsonl", help="JSONL with prompt and answer")
+    add("--data", type=Path, default=TOY / "test.jsonl", help="JSONL with prompt and answer")
     add("--limit", type=number(int, 1), default=limit, help="only the first so many problems")
     add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
 

@@ -42,7 +42,6 @@ from decode import Decoder, Options
 from model import load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.errors import UserError, run_main
-from plumbing.terminal import note
 
 METRICS = {  # the one that is printed for each task
     "ifeval": "prompt_level_strict_acc,none",
@@ -51,15 +50,15 @@ METRICS = {  # the one that is printed for each task
     "gpqa_main_cot_zeroshot": "exact_match,flexible-extract",
     "gsm8k_cot": "exact_match,flexible-extract",
     "humaneval_instruct": "pass@1,create_test",
+    "toy": "exact_match,last-number",
 }
-PAPER = list(METRICS)
-BUNDLED = {  # the task that is run on other problems, and where these are
-    "toy": (Path(__file__).with_name("toy.yaml"), common.TOY / "test.jsonl"),
-    "gsm8k": ("gsm8k_cot", common.ROOT / "bench/data/gsm8k/test.jsonl"),
-    "ifeval_bundled": ("ifeval", common.ROOT / "bench/data/ifeval/test.jsonl"),
+PAPER = list(METRICS)[:-1]
+HERE = Path(__file__).parent
+BUNDLED = {  # the task that is run on problems of ours, and where these are
+    "toy": ("toy", HERE.parent / "toy/test.jsonl"),
+    "gsm8k": ("gsm8k_cot", HERE / "data/gsm8k/test.jsonl"),
+    "ifeval_bundled": ("ifeval", HERE / "data/ifeval/test.jsonl"),
 }
-METRICS |= {"toy": "exact_match,last-number"}
-METRICS |= {"gsm8k": METRICS["gsm8k_cot"], "ifeval_bundled": METRICS["ifeval"]}
 TAUS = [1, 0.95]
 
 # ------------------------------------------------------------------------------ the harness's model
@@ -81,7 +80,7 @@ class Mars(LM):
         self.options = options
         self.num_rows = rows
         self.model, self.chat = load(name, *find_device(device, dtype))
-        self.counts = Counter()  # tokens, forwards, and prompts that lost their start
+        self.counts = Counter()  # tokens and forwards
 
     @property
     def tokenizer_name(self) -> str:
@@ -96,46 +95,38 @@ class Mars(LM):
             return self.chat.prompt(chat_history)
         return self.chat.prompt(chat_history[:-1]) + chat_history[-1]["content"]
 
-    def prompt(self, request) -> list[int]:
-        """The request as token ids; a prompt that is too long loses its start."""
-        ids = self.chat.encode(request.args[0])
-        room = max(1, self.model.config.max_position_embeddings - self.options.max_new)
-        if len(ids) > room:
-            self.counts["cut"] += 1
-        return ids[-room:]
-
     def generate_until(self, requests: list) -> list[str]:
-        prompts = [self.prompt(request) for request in requests]
+        room = max(1, self.model.config.max_position_embeddings - self.options.max_new)
+        prompts = [self.chat.encode(request.args[0])[-room:] for request in requests]
         longest = max(map(len, prompts)) + self.options.max_new
         decoder = Decoder(self.model, self.options, self.num_rows, longest)
         for prompt in prompts:
             decoder.add(prompt)
         texts = [""] * len(prompts)
-        bar = tqdm(total=len(prompts), desc=self.name)
-        for answer, _ in decoder:
-            stop_strings = requests[answer.index].args[1].get("until") or []
-            if isinstance(stop_strings, str):
-                stop_strings = [stop_strings]
-            tokens = answer.tokens
-            text = self.chat.decode(tokens)
-            stop = stop_at(text, stop_strings)
-            if stop is not None:
-                answer.done = True  # its row is free for the next request
-                text = text[:stop]
-                tokens = self.through_stop(tokens, stop_strings)
-            if answer.done:
-                texts[answer.index] = text
-                self.counts.update(tokens=len(tokens), forwards=answer.forwards)
-                bar.update()
-        bar.close()
+        with tqdm(total=len(prompts), desc=self.name) as bar:
+            for answer, _ in decoder:
+                stop_strings = requests[answer.index].args[1].get("until") or []
+                if isinstance(stop_strings, str):
+                    stop_strings = [stop_strings]
+                text = self.chat.decode(answer.tokens)
+                num_tokens = len(answer.tokens)
+                stop = stop_at(text, stop_strings)
+                if stop is not None:
+                    answer.done = True  # its row is free for the next request
+                    text = text[:stop]
+                    num_tokens = self.num_through_stop(answer.tokens, stop_strings)
+                if answer.done:
+                    texts[answer.index] = text
+                    self.counts.update(tokens=num_tokens, forwards=answer.forwards)
+                    bar.update()
         return texts
 
-    def through_stop(self, tokens: list[int], stop_strings: list[str]) -> list[int]:
-        """Tokens up to the one that completes a stop string."""
+    def num_through_stop(self, tokens: list[int], stop_strings: list[str]) -> int:
+        """How many tokens there are, up to the one that completes a stop string."""
         for count in range(1, len(tokens)):
             if stop_at(self.chat.decode(tokens[:count]), stop_strings) is not None:
-                return tokens[:count]
-        return tokens
+                return count
+        return len(tokens)
 
     def loglikelihood(self, requests: list) -> list:
         raise UserError("a task that asks for likelihoods: any harness model at tau 1 can do it")
@@ -145,49 +136,50 @@ class Mars(LM):
 
 # ------------------------------------------------------------------------------------------- tasks
 
-task_manager = functools.cache(TaskManager)  # reads some ten thousand files
+
+@functools.cache
+def task_manager() -> TaskManager:  # it reads some ten thousand files
+    return TaskManager(include_path=str(HERE))  # toy.yaml
 
 
 def find_task(name: str, folder: Path) -> str:
-    """A task as `simple_evaluate` takes it: a name, or a YAML file that is written here."""
+    """A task as `simple_evaluate` takes it: a name, or a YAML file that is written to `folder`."""
     if name not in BUNDLED:
         return name
     original, problems = BUNDLED[name]
-    if original in METRICS:
-        original = task_manager().task_index[original].yaml_path
     task = {
-        "include": str(original),
+        "include": str(task_manager().task_index[original].yaml_path),
         "task": name,
         "dataset_path": "json",
         "dataset_name": None,
         "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(problems.resolve())}},
+        "dataset_kwargs": {"data_files": {"test": str(problems)}},
     }
     written = folder / f"{name}.yaml"
     written.write_text(json.dumps(task))  # JSON is YAML
     return str(written)
 
 
-def evaluate(lm: Mars, name: str, task: str, args) -> tuple[float, float]:
+def evaluate(lm: Mars, name: str, args) -> tuple[float, float]:
     """Accuracy and tokens per forward over all problems of a task."""
     lm.counts.clear()
-    results = lm_eval.simple_evaluate(
-        lm,
-        tasks=[task],
-        task_manager=task_manager(),
-        num_fewshot=3 if name == "bbh" else 0,
-        limit=args.limit,
-        apply_chat_template=True,
-        bootstrap_iters=0,
-        confirm_run_unsafe_code=args.run_code,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        results = lm_eval.simple_evaluate(
+            lm,
+            tasks=[find_task(name, Path(folder))],
+            task_manager=task_manager(),
+            num_fewshot=3 if name == "bbh" else 0,
+            limit=args.limit,
+            apply_chat_template=True,
+            bootstrap_iters=0,
+            confirm_run_unsafe_code=args.run_code,
+        )
+    metric = METRICS[BUNDLED[name][0] if name in BUNDLED else name]
     num_right, num_problems = 0.0, 0
     for part, rows in results["samples"].items():  # a task such as bbh has many
         count = len({row["doc_id"] for row in rows})  # the harness has a row for each filter
-        num_right += count * results["results"][part][METRICS[name]]
+        num_right += count * results["results"][part][metric]
         num_problems += count
-    if lm.counts["cut"]:
-        note(f"{name}: {lm.counts['cut']} prompts left no room for --max-new and lost their start")
     return num_right / num_problems, lm.counts["tokens"] / max(1, lm.counts["forwards"])
 
 
@@ -195,21 +187,14 @@ def parse_arguments():
     parser = Parser("The paper's benchmarks, with tokens per forward.")
     parser.add_model(str(common.TOY / "mars"), "directory or hub id")
     add = parser.add_argument
-    add(
-        "--tasks",
-        nargs="+",
-        default=PAPER,
-        choices=METRICS,
-        metavar="TASK",
-        help="also: toy, gsm8k, ifeval_bundled",
-    )
+    tasks = {"nargs": "+", "default": PAPER, "choices": [*METRICS, *BUNDLED], "metavar": "TASK"}
+    add("--tasks", **tasks, help="also: toy, gsm8k, ifeval_bundled")
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")
     common.add_taus(parser, TAUS)
     common.add_rows(parser, default=8)
     add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
     args = parser.parse_args()
-    common.ways_to_decode(args, TAUS)  # a UserError if a tau is out of range
     if "humaneval_instruct" in args.tasks and not args.run_code:
         raise UserError("humaneval_instruct runs what the model wrote: allow it with --run-code")
     if args.run_code:
@@ -219,19 +204,16 @@ def parse_arguments():
 
 def main() -> None:
     args = parse_arguments()
+    ways = common.ways_to_decode(args, TAUS)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        tasks = {name: find_task(name, Path(folder)) for name in args.tasks}
-        for way, options in common.ways_to_decode(args, TAUS).items():
-            lm.options = options
-            figures = [evaluate(lm, name, task, args) for name, task in tasks.items()]
-            accuracies = [accuracy for accuracy, _ in figures]
-            speeds = [speed for _, speed in figures]
-            figures.append((mean(accuracies), mean(speeds)))
-            rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
-    print(common.table([args.model, *tasks, "mean"], rows))
+    for way, options in ways.items():
+        lm.options = options
+        figures = [evaluate(lm, name, args) for name in args.tasks]
+        figures.append((mean(right for right, _ in figures), mean(speed for _, speed in figures)))
+        rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
+    print(common.table([args.model, *args.tasks, "mean"], rows))
 
 
 if __name__ == "__main__":
