@@ -225,7 +225,8 @@ def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
     is_clean = ~inputs.is_mask & (inputs.doc >= 0)
     docs, row = inputs.doc[is_clean].unique(return_inverse=True)
     pos = inputs.pos[is_clean]
-    tokens = pos.new_zeros(len(docs), int(inputs.pos.max()) + 1)
+    num_rows = max(1, len(docs))  # some process may have no example left
+    tokens = pos.new_zeros(num_rows, int(inputs.pos.max()) + 1)
     tokens[row, pos] = inputs.tokens[is_clean]
     all_pos = torch.arange(tokens.size(1), device=pos.device).expand_as(tokens)
     hidden = model(tokens, all_pos, None)

@@ -20,6 +20,7 @@ from training import (
     mask_predictions,
     random_example,
     run_train,
+    start_of,
     two_stream_loss,
     whole_step,
     write,
@@ -87,11 +88,7 @@ def test_losses_by_hand(blocks, hold):
     for seed in cases(8, 100):
         rng = random.Random(seed)
         model = tiny_model(rng)
-        start = None
-        if hold:
-            start = tiny_model(random.Random(seed)).requires_grad_(False)
-            for weight in start.parameters():
-                weight += 0.1 * torch.randn_like(weight)
+        start = start_of(seed) if hold else None
         block = rng.randint(1, 5)
         examples = [random_example(rng, block) for _ in range(3)]
         examples[1].has_masks = False

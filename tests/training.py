@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from commands import Done, command
-from common import ROOT, random_prompt, rows_of
+from common import ROOT, random_prompt, rows_of, tiny_model
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
@@ -34,6 +34,14 @@ def random_example(rng: random.Random, block: int) -> Example:
         lengths.append(max(1, near + rng.choice([-1, 0, 1, rng.randint(0, 9)])))
     prompt, response = lengths
     return Example(random_prompt(rng, prompt + response), prompt)
+
+
+def start_of(seed: int) -> Qwen2:
+    """A frozen model that tiny_model(random.Random(seed)) might have been trained from."""
+    model = tiny_model(random.Random(seed)).requires_grad_(False)
+    for weight in model.parameters():
+        weight += 0.1 * torch.randn_like(weight)
+    return model
 
 
 def write(path: Path, rows: list[dict]) -> JsonlFile:

@@ -8,12 +8,13 @@ import pytest
 from common import ROOT
 from training import write
 
+from plumbing import data
 from plumbing.chat import Chat
-from plumbing.data import Dataset, Unusable, encode
+from plumbing.data import Dataset, Unusable, encode_prompt, make_example
 from plumbing.errors import UserError
-from plumbing.jsonl import JsonlFile
+from plumbing.jsonl import JsonlFile, read_rows
 
-EOS = 2  # of the toy tokenizer
+ENDS = (2, 0)  # of the toy tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,7 @@ def test_rows_are_found_by_byte_offset(tmp_path):
     path.write_bytes('\ufeff{"a": "né 🙂"}\n\n{"a": "2"}\r\n   \n{"a": "三"}'.encode())
     rows = JsonlFile(path)
     assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
+    assert [row["a"] for row in read_rows(path).values()] == ["né 🙂", "2", "三"]
 
 
 def test_a_pipe_is_refused():
@@ -45,12 +47,10 @@ def test_a_pipe_is_refused():
     "content, message",
     [
         (b"", "empty"),
-        (b'{"a": 1}\n{"a": \n', r"bad.jsonl:2: not JSON"),
         (b'{"a": 1}\n\n[1, 2]\n', r"bad.jsonl:3: not a JSON object"),
-        (b"\xff\xfe{\x00", r"bad.jsonl:1: not JSON"),
-        (b'{"a": "1"}\r\n{"a": "2', r"bad.jsonl:2: not JSON"),  # a download that broke off
-        (gzip.compress(b"{}", mtime=0), "bad.jsonl:1: not JSON; .*compressed or parquet?"),
-        (b"PAR1\x15\x04", "bad.jsonl:1: not JSON; .*unpack or convert it to JSONL"),
+        (b'{"a": "1"}\r\n{"a": "2', r"bad.jsonl:2: not JSON; is the line cut short?"),
+        (gzip.compress(b"{}", mtime=0), "bad.jsonl:1: not UTF-8; is it compressed or parquet?"),
+        (b"\xff\xfe{\x00", r"bad.jsonl:1: not UTF-8"),
     ],
 )
 def test_bad_data_files(tmp_path, content, message):
@@ -67,49 +67,67 @@ def test_the_last_assistant_turn_is_trained(chat):
     user, assistant = ({"role": r, "content": f"the {r}"} for r in ("user", "assistant"))
     last = {"role": "assistant", "content": "So Mia has 12 plums."}
     row = {"messages": [user, assistant, user, last, {"role": "user", "content": "Thanks!"}]}
-    example = encode(row, chat, EOS, 512)
+    example = make_example(row, chat, ENDS, 512)
     assert chat.decode(example.response) == "So Mia has 12 plums."
-    assert example.tokens[-1] == EOS
-    assert example.tokens[: example.prompt_length] == chat.encode(
-        chat.prompt([user, assistant, user])
-    )
+    assert example.tokens[-1] == ENDS[0]
+    assert example.tokens[: example.prompt_length] == chat.encode_prompt([user, assistant, user])
     answered = {"id": 1, "messages": [user, assistant, user], "response": last["content"]}
-    assert encode(answered, chat, EOS, 512) == example  # as apps.batch writes it
-    pair = encode({"prompt": "the user", "response": "So Mia has 12 plums."}, chat, EOS, 512)
-    assert pair == encode({"messages": [user, last]}, chat, EOS, 512)
+    assert make_example(answered, chat, ENDS, 512) == example  # as apps.batch writes it
+    pair = {"prompt": "the user", "response": "So Mia has 12 plums."}
+    assert make_example(pair, chat, ENDS, 512) == make_example(
+        {"messages": [user, last]}, chat, ENDS, 512
+    )
 
 
 def test_a_cut_response_has_no_end_of_turn_target(chat):
     """Cut here, or where it was made (by max_new): or a model would learn to stop in a sentence."""
     row = {"prompt": "How many?", "response": "So Mia has 12 plums now."}
-    whole = encode(row, chat, EOS, 512)
-    cut = encode(row, chat, EOS, len(whole.tokens) - 1)
-    assert whole.tokens[-1] == EOS
-    assert cut.tokens == whole.tokens[:-1] and EOS not in cut.response
-    assert encode({**row, "finish_reason": "stop"}, chat, EOS, 512) == whole
-    assert encode({**row, "finish_reason": "length"}, chat, EOS, 512) == cut
+    whole = make_example(row, chat, ENDS, 512)
+    cut = make_example(row, chat, ENDS, len(whole.tokens) - 1)
+    assert whole.tokens[-1] == ENDS[0]
+    assert cut.tokens == whole.tokens[:-1] and ENDS[0] not in cut.response
+    assert make_example({**row, "finish_reason": "stop"}, chat, ENDS, 512) == whole
+    assert make_example({**row, "finish_reason": "length"}, chat, ENDS, 512) == cut
+
+
+def test_a_prompt_is_what_training_has(chat):
+    """The ids of a row that asks, whether it has an answer already or not."""
+    row = {"question": "How many?"}
+    answered = make_example(row | {"response": "12"}, chat, ENDS, 512)
+    prompt = answered.tokens[: answered.prompt_length]
+    for asked in (row, row | {"response": "12"}, row | {"response": None}):
+        assert encode_prompt(asked, chat) == prompt
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    with pytest.raises(UserError, match="the last message is the assistant's"):
+        encode_prompt({"messages": turns}, chat)
+
+
+def test_a_row_without_masks(chat):
+    row = {"prompt": "How many?", "response": "12"}
+    assert make_example(row, chat, ENDS, 512).has_masks
+    assert not make_example(row | {"masks": False}, chat, ENDS, 512).has_masks
 
 
 def test_unusable_rows_say_why(chat):
     turn = {"role": "user", "content": "Hi"}
     reply = {"role": "assistant", "content": "Hello"}
     for row, reason in (
-        ({"text": "Hi"}, "neither messages nor prompt and response"),
+        ({"text": "Hi"}, "neither messages nor a prompt"),
         ({"messages": "user: ?"}, "neither messages"),
         ({"prompt": ["?"], "response": "!"}, "content that is not text"),
         ({"prompt": "Hi", "response": None}, "content that is not text"),
         ({"prompt": "Hi", "response": ""}, "an empty response"),
-        ({"messages": [turn]}, "no assistant turn"),
+        ({"prompt": "Hi"}, "no assistant turn"),
         ({"messages": [turn, {**reply, "function_calls": "f(1)"}, turn, reply]}, "a tool call"),
         ({"messages": [turn, {**reply, "tool_calls": [{}]}, turn, reply]}, "a tool call"),
         ({"prompt": "Hi", "response": "half \ud83d"}, "not valid Unicode"),
         ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
-        ({"prompt": "Hi", "response": "<|im_end|>"}, "a mask or end-of-turn token"),
+        ({"prompt": "Hi", "response": "<|endoftext|>"}, "a mask or end-of-turn token"),
         ({"messages": [{"content": "Hi"}, reply]}, "content that is not text, or no role"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 tokens or more"),
     ):
         with pytest.raises(UserError, match=reason):
-            encode(row, chat, EOS, 512)
+            make_example(row, chat, ENDS, 512)
 
 
 def test_a_turn_that_the_template_drops(chat, tmp_path):
@@ -120,34 +138,31 @@ def test_a_turn_that_the_template_drops(chat, tmp_path):
     tool = {"role": "environment", "content": " 12 "}
     row = {"messages": [{"role": "user", "content": "Hi"}, tool]}
     row["messages"].append({"role": "assistant", "content": "Hello"})
-    assert "12" in chat.decode(encode(row, chat, EOS, 512).tokens)
+    assert "12" in chat.decode(make_example(row, chat, ENDS, 512).tokens)
     with pytest.raises(Unusable, match="a turn that the chat template drops"):
-        encode(row, Chat(tmp_path), EOS, 512)
+        make_example(row, Chat(tmp_path), ENDS, 512)
 
 
 # -------------------------------------------------------------------------------------- the stream
 
 
-def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path):
+def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
     """Shuffled anew each epoch, held-out rows never among them, the same on every run."""
+    monkeypatch.setattr(data, "NUM_HELD_OUT", 5)
     rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(50)])
-    data = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, num_held_out=5)
-    stream = data.steps(15)
-    epochs = [[e for _ in range(3) for e in next(stream).examples] for _ in range(3)]
+    stream = Dataset(rows, chat, ENDS, max_length=512, seed=0)
+    epochs = [[e for _ in range(3) for e in stream.next_batch(15)] for _ in range(3)]
     texts = [[chat.decode(e.response) for e in epoch] for epoch in epochs]
-    held_out = {chat.decode(e.response) for e in data.held_out}
+    held_out = {chat.decode(e.response) for e in stream.held_out}
     assert len(held_out) == 5
     assert all(sorted(t) == sorted(set(map(str, range(50))) - held_out) for t in texts)
     assert texts[0] != texts[1] != texts[2]
-    phases = [[e.phase for e in epoch] for epoch in epochs]
-    assert phases[0] != phases[1] and {0, 1, 2, 3} == set(phases[0])
     for consumed in (0, 15, 45, 60):
-        again = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=0, num_held_out=5)
-        step = next(again.steps(15, consumed))
-        assert step.examples == (epochs[0] + epochs[1])[consumed : consumed + 15]
-    other = Dataset(rows, chat, EOS, phases=4, max_length=512, seed=1, num_held_out=5)
+        again = Dataset(rows, chat, ENDS, max_length=512, seed=0)
+        again.consumed = consumed
+        assert again.next_batch(15) == (epochs[0] + epochs[1])[consumed : consumed + 15]
+    other = Dataset(rows, chat, ENDS, max_length=512, seed=1)
     assert {chat.decode(e.response) for e in other.held_out} != held_out
-    assert [e.phase for e in next(other.steps(45)).examples] != phases[0]
 
 
 @pytest.mark.parametrize("count", [3, 40])
@@ -155,4 +170,4 @@ def test_a_file_without_a_usable_row_stops(chat, tmp_path, count):
     """Also if held-out rows are among the skipped ones: nobody looks for one forever."""
     rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * count)
     with pytest.raises(UserError, match=f"no usable row: {count} neither messages"):
-        Dataset(rows, chat, EOS, phases=1, max_length=512, seed=0, num_held_out=64)
+        Dataset(rows, chat, ENDS, max_length=512, seed=0)

@@ -2,15 +2,15 @@
 
 import math
 import random
+from dataclasses import replace
 
 import torch
-from common import cases, random_prompt, tiny_model, unpacked
-from training import arguments, random_example, whole_step
+from common import MASK, cases, random_prompt, tiny_model, unpacked
+from training import random_example, start_of, whole_step
 
-import train
 from plumbing.data import Example
 from plumbing.packing import grouped, pack
-from train import forward_inputs, lay_out, losses
+from train import Recipe, Streams, forward_inputs, lay_out, losses
 
 
 def test_packing():
@@ -35,8 +35,8 @@ def test_examples_of_one_length_share_a_forward():
     assert (len(rows), width) == (8, 512)
 
 
-def most_examples_in_a_row(forward: train.ForwardInput) -> int:
-    return max(len(set(row.tolist()) - {-1}) for row in forward.doc)
+def most_examples_in_a_row(inputs: Streams) -> int:
+    return max(len(set(row.tolist()) - {-1}) for row in inputs.doc)
 
 
 def test_the_forwards_of_a_step():
@@ -47,51 +47,46 @@ def test_the_forwards_of_a_step():
     for seed in cases(20, 200):
         rng = random.Random(seed)
         worlds = 1 + seed % 4
-        config = tiny_model(rng).config
-        config.block = rng.randint(1, 8)
         examples = []
         for _ in range(rng.randint(worlds, 128)):
             tokens = random_prompt(rng, 2 + rng.randint(5, 400))
             examples.append(Example(tokens, rng.randint(1, 5)))
-        args = arguments("--batch-tokens", rng.choice([1024, 4096]))
-        total = sum(len(lay_out(e, config.block, 1, 0.5).tokens) for e in examples)
-        for row_width in (1216, None):
-            each = [
-                forward_inputs(examples, config, args, row_width, r, worlds) for r in range(worlds)
-            ]
+        packed = Recipe(MASK, rng.randint(1, 8), batch_tokens=rng.choice([1024, 4096]))
+        packed = replace(packed, row_width=1216)
+        total = sum(len(lay_out(example, packed).tokens) for example in examples)
+        for recipe in (packed, replace(packed, row_width=None)):
+            each = [forward_inputs(examples, recipe, rank, worlds) for rank in range(worlds)]
             assert len({len(some) for some in each}) == 1
-            together = [batch for some in each for batch in some]
-            assert total == sum(int((batch.doc >= 0).sum()) for batch in together)
-            for batch in together:
-                rows, width = batch.tokens.shape
-                assert width % 32 == 0 and rows * width <= max(width, args.batch_tokens)
-            if row_width:
-                [(rows, width)] = {tuple(batch.tokens.shape) for batch in together}
-                assert (rows, width) == (max(1, args.batch_tokens // 1216), 1216)
+            together = [inputs for some in each for inputs in some]
+            assert total == sum(int((inputs.doc >= 0).sum()) for inputs in together)
+            for inputs in together:
+                rows, width = inputs.tokens.shape
+                assert width % 32 == 0 and rows * width <= max(width, recipe.batch_tokens)
+            if recipe == packed:
+                [(rows, width)] = {tuple(inputs.tokens.shape) for inputs in together}
+                assert (rows, width) == (max(1, recipe.batch_tokens // 1216), 1216)
                 spare = len(each[0]) * worlds + 1  # a row for each forward, at worst, and the last
                 assert rows * len(together) <= 1.25 * total / width + spare * rows
             else:
-                for batch in together:
-                    real = (batch.doc >= 0).sum(1)
-                    assert len(real) == 1 or real.min() >= 7 / 8 * batch.tokens.size(1) - 32
-                assert max(most_examples_in_a_row(batch) for batch in together) == 1
+                for inputs in together:
+                    real = (inputs.doc >= 0).sum(1)
+                    assert len(real) == 1 or real.min() >= 7 / 8 * inputs.tokens.size(1) - 32
+                assert max(most_examples_in_a_row(inputs) for inputs in together) == 1
         if len(examples) >= 8 * worlds:  # none of the processes is left without work
-            shares = [sum(int((b.doc >= 0).sum()) for b in some) for some in each]
+            shares = [sum(int((inputs.doc >= 0).sum()) for inputs in some) for some in each]
             assert min(shares) > 0
 
 
-def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
+def one_by_one(model, examples: list[Example], recipe: Recipe) -> torch.Tensor:
     """Both losses and the gradient of a step: a forward for each example."""
     expected = 0
-    weights = train.target_weights(examples, args.normalization)
-    for example, weight in zip(examples, weights):
-        layout = lay_out(example, model.config.block, 1, weight)
-        layout = layout._replace(
-            noisy_weight=layout.noisy_weight.double(), clean_weight=layout.clean_weight.double()
-        )
+    num_with_masks = max(1, sum(example.has_masks for example in examples))
+    for example in examples:
         model.zero_grad()
-        noisy, clean = losses(model, unpacked([layout]), args.mask_weight)
-        (noisy + args.ar_weight * clean).backward()
+        noisy, clean = losses(model, unpacked([lay_out(example, recipe)]), recipe.start)
+        noisy = noisy / num_with_masks
+        clean = clean / len(examples)
+        (noisy + recipe.clean_weight * clean).backward()
         gradients = [weight.grad.flatten() for weight in model.parameters()]
         expected = expected + torch.cat([noisy.detach()[None], clean.detach()[None], *gradients])
     return expected
@@ -99,25 +94,31 @@ def one_by_one(model, examples: list[Example], args) -> torch.Tensor:
 
 def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
     """Against a forward for each example: any packing, accumulation, number of processes, size of
-    a chunk of logits; in both normalisations, with all weights of masks, and for stage 1."""
+    a chunk of logits; with both kinds of blocks, a clean stream that is held, and for stage 1."""
     shared = 0
     for seed in cases(8, 100):
         rng = random.Random(seed)
         model = tiny_model(rng)
         block = rng.randint(1, 8)
         examples = [random_example(rng, block) for _ in range(rng.randint(3, 9))]
-        normalization = rng.choice(["sequence", "token"])
-        args = arguments("--ar-weight", rng.random(), "--normalization", normalization)
-        args.mask_weight = rng.choice(["uniform", "expected"])
-        model.config.block = rng.choice([block, block, None])
-        expected = one_by_one(model, examples, args)
+        for example in examples:
+            example.has_masks = rng.random() < 0.7
+        kind = Recipe(
+            MASK,
+            block=rng.choice([block, block, None]),
+            blocks=rng.choice(["grid", "every"]),
+            clean_weight=rng.random(),
+            start=rng.choice([None, start_of(seed)]),
+        )
+        expected = one_by_one(model, examples, kind)
         for _ in range(3):
-            args.batch_tokens = rng.choice([1, 128, 300, 512, 2000])
             monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
+            batch_tokens = rng.choice([1, 128, 300, 512, 2000])
+            row_width = rng.choice([None, 480, 640])
+            recipe = replace(kind, batch_tokens=batch_tokens, row_width=row_width)
             worlds = rng.randint(1, 3)
-            width = rng.choice([None, 160, 224])
-            found = whole_step(model, examples, args, worlds, width)
+            found = whole_step(model, examples, recipe, worlds)
             assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-            first = forward_inputs(examples, model.config, args, width, 0, worlds)
-            shared += sum(most_examples_in_a_row(batch) > 1 for batch in first)
+            first = forward_inputs(examples, recipe, 0, worlds)
+            shared += sum(most_examples_in_a_row(inputs) > 1 for inputs in first)
     assert shared > 10  # rows that several examples share
