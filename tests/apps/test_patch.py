@@ -10,9 +10,6 @@ from commands import command, is_refused
 from common import BASE, MASK, cases, save_model, tiny_model
 from safetensors.torch import load_file
 
-from model import Config, add_mask_token, initialize, load
-from plumbing.chat import Chat
-from plumbing.errors import UserError
 from apps.patch import (
     apply_patch,
     fingerprint,
@@ -21,6 +18,9 @@ from apps.patch import (
     whole_numbers,
     write_patch,
 )
+from model import Config, add_mask_token, initialize, load
+from plumbing.chat import Chat
+from plumbing.errors import UserError
 
 
 def trained(base: dict, rng: random.Random) -> dict:
@@ -71,12 +71,12 @@ def test_numbers_and_their_scale(tmp_path):
     weights = torch.linspace(9, 3, 9)
     numbers, scale = whole_numbers(columns, weights, 0.62)
     assert numbers.dtype == torch.int8 and numbers.shape == (9, 2000) and scale.shape == (9,)
-    numbers_by_column = numbers.T.float()
+    by_column = numbers.T.float()
     step = 0.62 * (columns * weights).square().mean().sqrt() / weights
-    error = scale * numbers_by_column - columns
+    error = scale * by_column - columns
     assert (error.abs() <= 0.8 * step).all() and (error.abs().mean(dim=0) < 0.3 * step).all()
     for factor in (0.99, 1.01):
-        assert (factor * scale * numbers_by_column - columns).norm() > error.norm()
+        assert (factor * scale * by_column - columns).norm() > error.norm()
     write_patch(tmp_path / "p", {"numbers": numbers.repeat(10, 1)}, {})
     assert (tmp_path / "p").stat().st_size < 10 * 9 * 2000 * 3 / 8
 
@@ -108,6 +108,7 @@ def test_matrices_that_training_left_alone():
 # ---------------------------------------------------------------------------------- the command
 
 
+@pytest.fixture
 def models(tmp_path) -> tuple[str, str]:
     """Directories of a base without a mask token of its own, and of what training made of it."""
     config = Config(640, 48, 80, 2, 6, 2, 256, 5000.0, initializer_range=0.2, eos_token_id=(2,))
@@ -121,28 +122,31 @@ def models(tmp_path) -> tuple[str, str]:
     return str(tmp_path / "base"), str(tmp_path / "tuned")
 
 
-def test_a_patched_model(tmp_path):
+@pytest.fixture
+def file(models, tmp_path):
+    """A patch of these models."""
+    done = command("apps.patch", "make", *models, tmp_path / "patch", "--rank", 3)
+    assert done.status == 0 and "MiB" in done.err
+    return tmp_path / "patch"
+
+
+def test_a_patched_model(models, file, tmp_path):
     """What `apply` writes is nearly what training made, and has its block."""
-    base, tuned = models(tmp_path)
-    file, out = tmp_path / "patch", tmp_path / "out"
-    made = command("apps.patch", "make", base, tuned, file, "--rank", 3)
-    assert made.status == 0 and "MiB" in made.err
-    assert command("apps.patch", "apply", base, file, out).status == 0
-    ours, _ = load(str(out))
-    assert ours.config.block == 6
-    wanted = load_file(tmp_path / "tuned/model.safetensors")
+    base, tuned = models
+    assert command("apps.patch", "apply", base, file, tmp_path / "out").status == 0
+    ours, _ = load(str(tmp_path / "out"))
+    assert ours.config.block == 6 and read_patch(file)[1]["base"] == base
+    wanted = load_file(f"{tuned}/model.safetensors")
     for name, weight in ours.state_dict().items():
         assert (weight - wanted[name]).norm() < 0.2 * wanted[name].norm()
-    _, facts = read_patch(file)
-    assert facts["base"] == base
 
 
-def test_what_make_refuses(tmp_path):
+def test_what_make_refuses(models, tmp_path):
     """A file that is there, a model of other shapes, and one that its base's config would spoil."""
-    base, tuned = models(tmp_path)
+    base, tuned = models
     new = tmp_path / "new"
-    weights = tmp_path / "tuned/model.safetensors"
-    assert is_refused(command("apps.patch", "make", base, tuned, weights), "is there already")
+    taken = f"{tuned}/model.safetensors"
+    assert is_refused(command("apps.patch", "make", base, tuned, taken), "is there already")
     assert is_refused(command("apps.patch", "make", base, "toy/mars", new), "expected")
     config = json.loads((tmp_path / "base/config.json").read_text())
     (tmp_path / "base/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
@@ -151,10 +155,9 @@ def test_what_make_refuses(tmp_path):
     assert not new.exists()
 
 
-def test_other_bases_are_refused_unless_asked_for(tmp_path):
-    base, tuned = models(tmp_path)
-    file, out, other = tmp_path / "patch", tmp_path / "out", tmp_path / "other"
-    command("apps.patch", "make", base, tuned, file)
+def test_other_bases_are_refused_unless_asked_for(models, file, tmp_path):
+    base, tuned = models
+    out, other = tmp_path / "out", tmp_path / "other"
     model, chat = load(base)
     model.model.layers[0].input_layernorm.weight += 1
     save_model(model, chat, other, torch.float32)
@@ -172,11 +175,10 @@ def test_other_bases_are_refused_unless_asked_for(tmp_path):
     assert is_refused(done, f"{out}: has a model")
 
 
-def test_damaged_patches_are_refused(tmp_path):
+def test_damaged_patches_are_refused(models, file, tmp_path):
     """Any change of a file is noticed, and nothing is written for one that does not fit."""
-    base, tuned = models(tmp_path)
-    file = tmp_path / "patch"
-    command("apps.patch", "make", base, tuned, file)
+    apply = ("apps.patch", "apply", models[0])
+    out = tmp_path / "out"
     patch, facts = read_patch(file)
     whole = file.read_bytes()
     rng = random.Random(0)
@@ -188,20 +190,20 @@ def test_damaged_patches_are_refused(tmp_path):
             read_patch(file)
     for content in (b"", whole[:5000], (tmp_path / "base/model.safetensors").read_bytes()):
         file.write_bytes(content)
-        done = command("apps.patch", "apply", base, file, tmp_path / "out")
+        done = command(*apply, file, out)
         assert is_refused(done, f"{file}: missing, damaged, or not a patch")
-    done = command("apps.patch", "apply", base, "gone", tmp_path / "out")
-    assert is_refused(done, "gone: missing")
+    assert is_refused(command(*apply, "gone", out), "gone: missing")
 
     scale = "model.layers.0.mlp.up_proj.weight.scale"
+    without_scale = {name: tensor for name, tensor in patch.items() if name != scale}
     for tensors, changed_facts in (
-        ({name: tensor for name, tensor in patch.items() if name != scale}, facts),
-        (patch | {scale: torch.ones(3)}, facts),
+        (without_scale, facts),
+        (patch | {scale: torch.ones(2)}, facts),
         (patch, facts | {"block": -1}),
         (patch, {}),
     ):
         write_patch(file, tensors, changed_facts)
-        done = command("apps.patch", "apply", base, file, tmp_path / "out")
+        done = command(*apply, file, out)
         assert done.status == 2 and done.err.count("\n") == 1, done.err
         assert not list(tmp_path.glob("out/*"))
 
