@@ -34,7 +34,7 @@ from plumbing.arguments import Parser, check_options, check_tau, find_device, op
 from plumbing.attention import additive_mask, attend_folded, compiled
 from plumbing.cpu import fast_copy
 from plumbing.errors import UserError, run_main
-from plumbing.sampling import noise_at, scores
+from plumbing.sampling import dice_of_rows
 from plumbing.scheduler import Decision, Fed, Scheduler, Sequence
 from plumbing.terminal import note, print_answer
 
@@ -133,25 +133,23 @@ class Threshold:
 
     def feed(self, sequence: Sequence) -> list[Fed]:
         """The masks that follow a text. They see all of it: their prefix is its length."""
-        if self.is_plain_ar(sequence.tau):
-            return []  # so no confidence that was rounded to 1 can pass
+        if sequence.tau == (0 if self.metric == "entropy" else 1):
+            return []  # plain AR; so no confidence that was rounded to 1 can pass
         end = len(sequence.text)
         return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
 
     def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
         """The candidates up to the first that does not pass; the first one always does."""
         count = 1
-        while count < len(best) and self.passes(sure[count], sequence.tau):
+        for confidence in sure[1:]:
+            if self.metric == "entropy":
+                passes = confidence <= sequence.tau
+            else:
+                passes = confidence >= sequence.tau
+            if not passes:
+                break
             count += 1
         return Decision(best[:count], num_guesses=0)
-
-    def passes(self, confidence: float, tau: float) -> bool:
-        if self.metric == "entropy":
-            return confidence <= tau
-        return confidence >= tau
-
-    def is_plain_ar(self, tau: float) -> bool:
-        return tau == (0 if self.metric == "entropy" else 1)
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -172,13 +170,10 @@ class Decoder:
         config = model.config
         if config.mask_token_id is None:
             raise UserError("the model has no mask token; load it with model.load")
-        limit = config.max_position_embeddings
         self.options = options
         self.config = config
-        self.longest = min(longest, limit)
+        self.longest = min(longest, config.max_position_embeddings)
         self.block = options.block or config.block or 4  # B
-        if self.block > limit:
-            raise UserError(f"block {self.block} exceeds the model's {limit} positions")
         if options.verify:
             is_batch_on_cpu = rows > 1 and model.device.type == "cpu"
             self.method = Lossless(self.block, config.mask_token_id, is_batch_on_cpu)
@@ -191,7 +186,9 @@ class Decoder:
         self.scheduler = Scheduler(self.cache, rows, self.block)
         self.model = fast_copy(model, options.compile)
         self.num_threads = torch.get_num_threads()  # a later change must not change how it rounds
-        self.compiled = compiled(self.forward, self.cache) if options.compile else None
+        self.fast_forward = self.forward
+        if options.compile:
+            self.fast_forward = compiled(self.forward, self.cache)
         self.num_added = 0
 
     def add(self, prompt: list[int], tau: float | None = None, max_new=None, index=None):
@@ -212,7 +209,7 @@ class Decoder:
         if len(prompt) + max_new > self.longest:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the "
-                f"{self.longest} that this decoder was made for: shorten it, or lower max_new"
+                f"{self.longest} positions of this decoder: shorten it, or lower --max-new"
             )
         self.num_added += 1
         self.scheduler.waiting.append(sequence)
@@ -225,14 +222,29 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, list[int]]]:
-        """One forward; the sequences in it, with their new tokens. [] if all are done."""
+        """One forward; the sequences in it, with their new tokens. [] if all are done.
+
+        A position is fed (token, pos, prefix): prefix is how many tokens of the text it sees
+        (`visible` in model.py). The text a b c, of which the cache has a b, and B = 2 masks:
+
+            token    c | M M
+            pos      2 | 3 4
+            prefix   3 | 3 3
+        """
         rows, sequences, is_prefill = self.scheduler.schedule()
         if not rows:
             return []
         feeds = []  # of each row: what its positions are fed
         num_real = []  # of each row: how many of them are tokens of its text
         for row, sequence in zip(rows, sequences):
-            real, after = self.feed(row, sequence)
+            real = []
+            after = []
+            if sequence:
+                text = sequence.text
+                num_cached = self.cache.lengths[row]
+                real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
+                # The last real token gives a candidate, too: so the others are one less than fit.
+                after = self.method.feed(sequence)[: self.cache.room(row, len(text)) - 1]
             feeds.append(real + after)
             num_real.append(len(real))
         best, sure = self.predict(rows, sequences, feeds, num_real, is_prefill)
@@ -242,98 +254,70 @@ class Decoder:
         for i, sequence in enumerate(sequences):
             num_guesses = 0
             if sequence:
-                tokens, num_guesses = self.method.decide(sequence, best[i], sure[i])
+                end = 1 + len(feeds[i]) - num_real[i]  # the rest is padding
+                tokens, num_guesses = self.method.decide(sequence, best[i][:end], sure[i][:end])
                 news.append((sequence, sequence.take(tokens, width=self.cache.slots.size(1))))
             # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses
             counts.append(num_real[i] + num_guesses)
         self.cache.commit(counts)
         return news
 
-    def feed(self, row: int, sequence: Sequence | None) -> tuple[list[Fed], list[Fed]]:
-        """What a row is fed: the real tokens that are not cached, and what follows the text.
-
-        A position is fed (token, pos, prefix): prefix is how many tokens of the text it sees
-        (`visible` in model.py). The text a b c, of which the cache has a b, and B = 2 masks:
-
-            token    c | M M
-            pos      2 | 3 4
-            prefix   3 | 3 3
-        """
-        if sequence is None:
-            return [], []
-        text = sequence.text
-        real = [(text[pos], pos, pos + 1) for pos in range(self.cache.lengths[row], len(text))]
-        # The last real token gives the first candidate, so the others are one less than fit.
-        room = self.cache.room(row, len(text))
-        return real, self.method.feed(sequence)[: room - 1]
-
     def predict(
         self,
         rows: list[int],
-        sequences: list[Sequence | None],
+        sequences: list,
         feeds: list[list[Fed]],
         num_real: list[int],
-        is_prefill: bool,
+        is_prefill,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """One forward. From each row's last real token on: the tokens predicted, and how sure.
+        """For each row the tokens predicted from its last real token on, and how sure they are.
 
         At a temperature T > 0 every token is drawn from p^(1/T) of its own position, independently
         of the others. So with several tokens per forward (and no `verify`) the text is not a sample
         of the AR distribution.
         """
         first = [max(0, real - 1) for real in num_real]  # the column of the last real token
-        num_asked = [len(feed) - column for feed, column in zip(feeds, first)]
         width = max(map(len, feeds))
-        num_columns = max(num_asked)
-        forward = self.forward
-        if self.compiled and not is_prefill:
-            forward = self.compiled
-            if width > 1:  # so there are two shapes: a single position (plain AR), and this
-                width = num_columns = self.widest
+        num_columns = max(len(feed) - column for feed, column in zip(feeds, first))
+        if self.options.compile and not is_prefill and width > 1:
+            width = num_columns = self.widest  # so there are two shapes: this, and one position
         end = self.cache.capacity
         padding = (self.config.mask_token_id, end, end + 1)  # after every text: no token sees it
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
-        columns = []
-        for column in first:
-            columns.append([min(column + i, width - 1) for i in range(num_columns)])
-        noise = self.noise(sequences, padded, columns) if self.options.temperature else None
-
-        device = self.cache.device
-        tokens, pos, prefix = torch.tensor(padded, device=device).unbind(-1)  # (R, T)
-        columns = torch.tensor(columns, device=device)  # (R, C)
+        fed = torch.tensor(padded, device=self.cache.device)  # (R, T, 3)
+        columns = torch.tensor(first)[:, None] + torch.arange(num_columns)  # (R, C)
+        columns = columns.clamp(max=width - 1)
+        noise = None
+        if self.options.temperature > 0:
+            shape = (len(rows), num_columns, self.config.vocab_size)
+            # A position at pos predicts the token at pos + 1.
+            places = [
+                [pos + 1 for _, pos, _ in feed[column:]] for feed, column in zip(feeds, first)
+            ]
+            noise = dice_of_rows(self.options.seed, sequences, places, shape, self.cache.device)
         self.cache.reserve(width, rows)
-        best, sure = forward(tokens, pos, prefix, columns, noise).tolist()
-        best = [[int(token) for token in row[:n]] for row, n in zip(best, num_asked)]
-        sure = [row[:n] for row, n in zip(sure, num_asked)]
-        return best, sure
+        forward = self.forward if is_prefill else self.fast_forward
+        best, sure = forward(fed, columns.to(fed.device), noise).tolist()
+        return [[int(token) for token in row] for row in best], sure
 
-    def forward(
-        self, tokens: Tensor, pos: Tensor, prefix: Tensor, columns: Tensor, noise: Tensor | None
-    ) -> Tensor:
+    def forward(self, fed: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
         """The best token of each column (R, C) and how sure it is: (2, R, C), one copy to the host.
 
-        tokens, pos, prefix (R, T) are what is fed; columns: the positions that are asked; noise
-        (R, C, V): their dice.
+        fed (R, T, 3): token, pos and prefix. noise: dice (R, C, V). (--compile compiles this.)
         """
-        mask = self.cache.mask(pos, prefix)
-        mask = additive_mask(mask, self.config, self.num_threads, self.model.dtype)
-        hidden = self.model(tokens, pos, mask, self.cache, attend_folded)  # (R, T, D)
+        mask = self.cache.mask(fed[..., 1:])
+        mask = additive_mask(mask, self.config, self.num_threads, self.cache.dtype)
+        hidden = self.model(fed[..., 0], fed[..., 1], mask, self.cache, attend_folded)  # (R, T, D)
         logits = self.model.logits_at(hidden, columns)  # (R, C, V)
-        scored = scores(logits, noise, self.options.temperature)
-        best = scored.argmax(-1)
-        # How sure is the model of a token (at T = 1, as in the paper's code)? But a guess of
-        # `verify` will meet the same dice again.
-        probs = (scored if self.options.verify else logits).softmax(-1)
+        scores = logits
+        if noise is not None:  # the best of logits + T * dice is a draw from p^(1/T)
+            scores = logits + self.options.temperature * noise
+        best = scores.argmax(-1)
+        # Confidence is taken at T = 1, as in the paper's code. But a guess of `verify` will meet
+        # the same dice again.
+        probs = (scores if self.options.verify else logits).softmax(-1)
         sure = confidences(probs, best, self.method.metric)
         return torch.stack([best.to(sure.dtype), sure])
-
-    def noise(self, sequences: list, feeds: list[list[Fed]], columns: list[list[int]]) -> Tensor:
-        """Dice (R, C, V): a position at pos predicts the token at pos + 1."""
-        places = []
-        for sequence, feed, asked in zip(sequences, feeds, columns):
-            index = sequence.index if sequence else 0
-            places.append([(self.options.seed, index, feed[column][1] + 1) for column in asked])
-        return noise_at(places, self.config.vocab_size, self.cache.device)
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:

@@ -5,12 +5,16 @@ how many of them count. The others (masks, guesses that failed) are scratch: no 
 them, and later ones overwrite them. So rejecting costs nothing, and nothing is copied or moved.
 """
 
+from math import ceil
+
 import torch
 from torch import Tensor
 
 from model import visible
 from plumbing.errors import UserError
-from plumbing.packing import round_up
+
+UNIT = 64  # attention spans a multiple of so many slots, so that few shapes occur
+COMPILED_UNIT = 256  # and if each is compiled on its own
 
 
 class KVCache:
@@ -30,17 +34,18 @@ class KVCache:
         commit    how many of the T positions count: the lengths grow by so many
     """
 
-    def __init__(self, config, rows: int, capacity: int, device, dtype, unit: int = 64):
-        """Attention spans the longest row, rounded up to a multiple of `unit`: few shapes occur."""
+    def __init__(self, config, rows: int, capacity: int, device, dtype, unit: int = UNIT):
+        """Attention spans the slots of the longest row, rounded up to a multiple of `unit`."""
         if rows < 1:
             raise UserError(f"rows {rows}: must be at least 1")
         self.capacity = capacity
         self.unit = unit
         self.device = torch.device(device)
+        self.dtype = dtype
         self.lengths = [0] * rows  # committed positions, on the host
         self.prompt_lengths = [0] * rows
-        self.pos = torch.zeros(rows, capacity, dtype=torch.long, device=device)  # of each slot
-        self.prefix = torch.zeros_like(self.pos)  # and this, as `visible` wants them
+        # pos and prefix of what is in each slot, as `visible` wants them
+        self.places = torch.zeros(rows, capacity, 2, dtype=torch.long, device=device)
         self.layers: list[tuple[Tensor, Tensor]] = []
         shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
         for _ in range(config.num_hidden_layers):
@@ -48,19 +53,15 @@ class KVCache:
             values = torch.zeros(shape, device=device, dtype=dtype)
             self.layers.append((keys, values))
 
-    def begin(self, row: int, prompt_length: int, num_kept: int = 0) -> None:
+    def begin(self, row: int, prompt_length: int = 0, num_kept: int = 0) -> None:
         """A new text begins in a row, which holds the first num_kept tokens of its prompt already.
 
-        They are fewer than the prompt: its last token is fed, for it predicts the first new one.
+        Without a prompt the row is empty, and attention need not span its slots.
         """
-        if not 0 <= num_kept <= min(self.lengths[row], prompt_length - 1):
+        if not 0 <= num_kept <= self.lengths[row]:
             raise ValueError(f"row {row} holds {self.lengths[row]} positions, not {num_kept}")
         self.lengths[row] = num_kept
         self.prompt_lengths[row] = prompt_length
-
-    def clear(self, row: int) -> None:
-        """Empty a row, or attention would still span its positions."""
-        self.lengths[row] = self.prompt_lengths[row] = 0
 
     def reserve(self, width: int, rows: list[int]) -> None:
         """Reserve `width` slots after the length of each of these rows.
@@ -69,28 +70,27 @@ class KVCache:
         capacity is too small, before anything is written.
         """
         lengths = [self.lengths[row] for row in rows]
-        longest = max(lengths)
-        if longest + width > self.capacity:
-            what = f"{longest} + {width} positions"
-            raise ValueError(f"{what} exceed the capacity of {self.capacity}")
+        end = max(lengths) + width
+        if end > self.capacity:
+            raise ValueError(f"{end} positions exceed the cache's capacity of {self.capacity}")
         self.rows = rows
-        self.span = min(self.capacity, round_up(longest + width, self.unit))
+        self.span = min(self.capacity, ceil(end / self.unit) * self.unit)
         first = torch.tensor(lengths, device=self.device)[:, None]
         self.slots = first + torch.arange(width, device=self.device)  # (R, width)
         self.row = torch.tensor(rows, device=self.device)[:, None]  # (R, 1)
+        # All rows are a view of the whole, others a copy of their part.
+        self.at = slice(None) if len(rows) == len(self.lengths) else self.row[:, 0]
 
-    def mask(self, pos: Tensor, prefix: Tensor) -> Tensor:
-        """`model.visible` for the reserved positions, pos and prefix (R, T): bool (R, 1, T, span).
+    def mask(self, places: Tensor) -> Tensor:
+        """`model.visible` for the reserved positions: bool (R, 1, T, span).
 
-        Slots after the reserved ones may hold anything: they belong to no document.
+        places (R, T, 2): their pos and prefix. Slots after the reserved ones may hold anything, and
+        belong to no document.
         """
-        self.pos[self.row, self.slots] = pos
-        self.prefix[self.row, self.slots] = prefix
-        slot_pos = self.of_rows(self.pos)[:, None, None, : self.span]
-        slot_prefix = self.of_rows(self.prefix)[:, None, None, : self.span]
-        slot = torch.arange(self.span, device=self.device)
-        is_written = slot <= self.slots[:, None, None, -1:]
-        pos, prefix = pos[:, None, :, None], prefix[:, None, :, None]
+        self.places[self.row, self.slots] = places
+        pos, prefix = places[:, None, :, None].unbind(-1)  # (R, 1, T, 1)
+        slot_pos, slot_prefix = self.places[self.at][:, None, None, : self.span].unbind(-1)
+        is_written = torch.arange(self.span, device=self.device) <= self.slots[:, None, None, -1:]
         return visible(pos, prefix, True, slot_pos, slot_prefix, is_written)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,13 +98,7 @@ class KVCache:
         keys, values = self.layers[layer]
         keys[self.row, :, self.slots] = k.transpose(1, 2)
         values[self.row, :, self.slots] = v.transpose(1, 2)
-        return self.of_rows(keys)[:, :, : self.span], self.of_rows(values)[:, :, : self.span]
-
-    def of_rows(self, whole: Tensor) -> Tensor:
-        """What the reserved rows have of a tensor; if they are all rows, nothing is copied."""
-        if len(self.rows) == len(whole):
-            return whole
-        return whole[self.rows]
+        return keys[self.at][:, :, : self.span], values[self.at][:, :, : self.span]
 
     def commit(self, counts: list[int]) -> None:
         """Keep the first counts[i] of the positions just written to the i-th reserved row."""
@@ -164,8 +158,8 @@ class BlockCache(KVCache):
 
 def make_cache(model, rows: int, longest: int, options) -> KVCache:
     """The cache for a model and decode.Options; longest: the most positions of a row."""
-    unit = 256 if options.compile else 64  # each span is compiled on its own
-    capacity = round_up(longest, unit)
+    unit = COMPILED_UNIT if options.compile else UNIT
+    capacity = ceil(longest / unit) * unit
     settings = (model.config, rows, capacity, model.device, model.dtype, unit)
     if options.block_cache:
         return BlockCache(*settings, size=options.block_cache)

@@ -240,13 +240,12 @@ class Qwen2(nn.Module):
 
         In bfloat16 the product rounds to three digits. Of the best tokens two are then often equal,
         so the best NUM_EXACT logits are computed again in float32. (A row that needs fewer columns
-        than others may name any. A column after the last is read as the last.)
+        than others may name any.)
         """
-        columns = columns.clamp(max=hidden.size(1) - 1)
         picked = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.size(-1)))  # (R, C, D)
         picked = picked.flatten(0, 1)
         logits = self.logits(picked)  # (R * C, V)
-        if self.dtype == torch.bfloat16:
+        if hidden.dtype == torch.bfloat16:
             rounded, best = logits.topk(min(NUM_EXACT, logits.size(-1)))  # (R * C, K)
             exact = (self.head[best].float() @ picked[..., None].float())[..., 0]
             logits.scatter_(1, best, exact.where(rounded.isfinite(), rounded))  # the mask's: -inf

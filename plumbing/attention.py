@@ -49,7 +49,7 @@ def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:
 
     Guards on the model's modules (half a millisecond a token) are left out: nobody changes them.
     """
-    for tensor in (cache.pos, cache.prefix, *itertools.chain(*cache.layers)):
+    for tensor in (cache.places, *itertools.chain(*cache.layers)):
         torch._dynamo.mark_static_address(tensor)  # or a CUDA graph would copy it at each forward
     torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
     options = {

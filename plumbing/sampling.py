@@ -1,4 +1,7 @@
-"""Sampling: a token is the best of its scores, at a temperature with dice of its place."""
+"""Sampling: a token is the best of its scores, logits + T * dice.
+
+That is a draw from p^(1/T). (logits / T + dice have the same order, but T may be tiny.)
+"""
 
 import functools
 import hashlib
@@ -7,22 +10,15 @@ import torch
 from torch import Tensor
 
 
-def scores(logits: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-    """Scores (R, C, V) from logits (R, C, V); the token with the best score is the one to take.
-
-    noise: dice (R, C, V), None without a temperature. The best of logits + T * dice is a draw from
-    p^(1/T). (logits / T + dice have the same order, but T may be tiny.)
-    """
-    if noise is None:
-        return logits
-    return logits + temperature * noise
-
-
-def noise_at(places: list[list[tuple]], num_tokens: int, device: torch.device) -> Tensor:
-    """Dice (R, C, V) of places: for each row the (seed, index, position) of C tokens."""
-    return torch.stack(
-        [torch.stack([dice(*place, num_tokens, device) for place in row]) for row in places]
-    )
+def dice_of_rows(
+    seed: int, sequences: list, places: list[list[int]], shape: tuple, device: torch.device
+) -> Tensor:
+    """Dice (R, C, V), the shape: for the tokens at these places of each row's sequence."""
+    noise = torch.zeros(shape, device=device)
+    for of_row, sequence, of_sequence in zip(noise, sequences, places):
+        for of_column, place in zip(of_row, of_sequence):
+            of_column += dice(seed, sequence.index, place, len(of_column), device)
+    return noise
 
 
 @functools.lru_cache(maxsize=128)  # a guess and its check roll the same; 3 ms each with Qwen2.5's V

@@ -4,7 +4,6 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from .arguments import check_request
-from .errors import UserError
 
 PREFILL = 4096  # positions of prompts, padding included, in one forward; more only for one prompt
 
@@ -15,11 +14,6 @@ class Sequence:
     def __init__(self, prompt: list[int], config, max_new: int, tau: float | None, index: int = 0):
         """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
         check_request(prompt, max_new, config.vocab_size)
-        if len(prompt) + max_new > config.max_position_embeddings:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the model's "
-                f"{config.max_position_embeddings} positions: shorten it, or lower --max-new"
-            )
         self.text = [int(token) for token in prompt]  # then every accepted token
         self.prompt_length = len(prompt)
         self.max_new = int(max_new)
@@ -49,7 +43,7 @@ class Sequence:
                 break
             self.text.append(token)
             taken.append(token)
-            self.done = token in self.stop or len(self.tokens) == self.max_new
+            self.done = token in self.stop or len(self.text) == self.prompt_length + self.max_new
         self.accepted.append(len(taken))
         self.widths.append(width)
         return taken
@@ -95,17 +89,17 @@ class Scheduler:
         or must wait has None. No rows: there is nothing to do.
         """
         self.admit()
-        running = {}
-        for row, sequence in enumerate(self.sequences):
-            if sequence and not sequence.done:
-                running[row] = sequence
+        running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
         new = [row for row in running if self.cache.lengths[row] < running[row].prompt_length]
         if new:
             rows = self.that_fit(new)
             return rows, [running[row] for row in rows], True
         if not running:
             return [], [], False
-        self.clear_done()  # after `admit`, which may reuse what these rows hold
+        for row, sequence in enumerate(self.sequences):
+            if sequence and sequence.done:  # after `admit`, which may reuse what the row holds
+                self.sequences[row] = None
+                self.cache.begin(row)
         waits = self.cache.rows_that_wait({row: len(each.text) for row, each in running.items()})
         rows = list(range(len(self.sequences)))
         return rows, [None if row in waits else running.get(row) for row in rows], False
@@ -140,13 +134,6 @@ class Scheduler:
             return 0
         held = self.sequences[row].text[: self.cache.lengths[row]]
         return num_in_common(held, new.text[:-1])
-
-    def clear_done(self) -> None:
-        """Empty the rows that are done."""
-        for row, sequence in enumerate(self.sequences):
-            if sequence and sequence.done:
-                self.sequences[row] = None
-                self.cache.clear(row)
 
 
 def num_in_common(one: list[int], other: list[int]) -> int:

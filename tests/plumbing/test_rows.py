@@ -21,7 +21,7 @@ def test_a_row_that_is_done_lengthens_nothing():
 @pytest.mark.parametrize("block, block_cache", [(8, None), (2, 20), (8, 20)])
 def test_the_cache_has_room_for_the_widest_feed(block, block_cache, monkeypatch):
     """A long row near its end gets the width of its neighbours' feeds, which are young and fast."""
-    monkeypatch.setattr("kv_cache.round_up", lambda n, _: n)  # no room because of rounding
+    monkeypatch.setattr("kv_cache.UNIT", 1)  # no room because of rounding
     model = endless_model()
     prompts = [[2] * 60] + 30 * [[3]]
     taus = [1] + 30 * [0]
