@@ -493,8 +493,8 @@ def prepare(
     return model, chat, data, run, recipe
 
 
-def main(words: list[str] | None = None, add_gradients=add_gradients) -> None:
-    args = parse_arguments(words)
+def main(add_gradients=add_gradients) -> None:
+    args = parse_arguments()
     device, dtype = find_device(args.device, args.dtype)
     if dist.is_torchelastic_launched():
         device = processes.join(device)

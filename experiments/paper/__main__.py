@@ -1,6 +1,163 @@
-"""`python -m experiments.paper` is `python -m experiments.paper.run`."""
+"""The paper's claims at a scale that a laptop reaches, from one command.
 
-from experiments.paper.run import main
-from plumbing.errors import run_main
+    python -m experiments.paper    # ten hours of one core
 
-run_main(main)
+All arms go on from one AR model, with the same data and number of steps (one has twice as many). An
+arm is trained once per seed. Each model decodes the problems in several ways, and what became of
+each problem is kept in experiments/results/cache. What is there is not made again, and an
+interrupted training is resumed. So with the committed records this only draws the report.
+"""
+
+import datetime
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from bench.common import ROOT, are_right
+from bench.quality import given_responses, predict
+from decode import generate
+from experiments.paper.baselines import diffuse, jacobi
+from experiments.paper.report import ENTROPY, MARGIN, ONE, OURS, PAPER, write_report
+from model import Qwen2, load
+from plumbing.chat import Chat
+from plumbing.data import encode_prompt
+from plumbing.errors import UserError, run_main
+from plumbing.files import atomic_write, write_json
+from toy.make import HARD_TEST_ROWS, hard_problem, split, write
+
+START = "toy/hard"  # the model that all start from
+WORK = "experiments/work/full"  # data and models; only the records are committed
+RESULTS = ROOT / "experiments/results"
+TRAIN_ROWS = 12_800
+NUM_PROBLEMS = HARD_TEST_ROWS
+OPTIONS = "--steps 800 --batch 32 --save-every 200 --device cpu"  # of all trainings
+ROWS = 64  # problems decoded at a time
+NUM_JACOBI_GUESSES = 16
+FAST = "--lr 1e-3"
+SLOW = "--lr 5e-4"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train on, and the ways in which its models are decoded."""
+
+    options: str = ""  # of the training; "" is the model that all start from
+    block: int = 4  # B of training and decoding
+    ways: tuple[str, ...] = (ONE,)  # to decode: see `decoding_options`
+    num_seeds: int = 1
+    program: str = "train.py"
+
+
+MARS_4_WAYS = (ONE, *PAPER, *OURS, *ENTROPY, *MARGIN, "verify")
+ARMS = {
+    "sft": Arm(ways=(ONE, "jacobi")),
+    "ar": Arm(f"--objective sft {FAST}", num_seeds=3),
+    "ar-slow": Arm(f"--objective sft {SLOW}", num_seeds=3),
+    "mars-4": Arm(f"--block 4 {FAST}", ways=MARS_4_WAYS, num_seeds=3),
+    "mars-4-slow": Arm(f"--block 4 {SLOW}", num_seeds=3),
+    "mars-4-long": Arm(f"--block 4 {FAST} --steps 1600"),
+    "mars-4-heavy": Arm(f"--block 4 --ar-weight 4 {FAST}"),
+    "mars-8": Arm(f"--block 8 {FAST}", 8, (ONE, *PAPER, "verify")),
+    "mars-16": Arm(f"--block 16 {FAST}", 16, (ONE, *PAPER, "verify")),
+    "no-clean-4": Arm(f"--block 4 --ar-weight 0 {FAST}"),
+    "no-clean-16": Arm(f"--block 16 --ar-weight 0 {FAST}", 16),
+    "diffusion": Arm(
+        f"--block 4 {FAST}", ways=("diffusion",), program="-m experiments.paper.baselines"
+    ),
+}
+
+
+def decoding_options(way: str, block: int) -> dict:
+    """The options of `generate` for a way to decode, such as "paper 0.95".
+
+    The paper's decoder with B reads B candidates, where B masks give B + 1: it is ours with B - 1.
+    """
+    kind, _, tau = way.partition(" ")
+    if kind == "paper":
+        return {"block": block - 1, "tau": float(tau)}
+    if kind in ("entropy", "margin"):
+        return {"block": block - 1, "tau": float(tau), "metric": kind}
+    if kind == "ours":
+        return {"block": block, "tau": float(tau)}
+    if kind == "verify":
+        return {"block": block, "verify": True}
+    return {"tau": 1.0}
+
+
+def record_path(name: str, seed: int) -> Path:
+    return RESULTS / "cache" / f"{name}-{seed}.json"
+
+
+def complete(name: str, seed: int, problems: list[dict]) -> None:
+    """Train an arm with a seed, measure it, and write the record."""
+    arm = ARMS[name]
+    model = START
+    command = ""
+    if arm.options:
+        model = f"{WORK}/{name}-{seed}"
+        command = f"python {arm.program} --model {START} --data {WORK}/train.jsonl {OPTIONS}"
+        command += f" --out {model} --seed {seed} {arm.options}"
+        train(command, ROOT / f"{model}.txt")
+    made = f"{datetime.date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}"
+    record = {"command": command, "made": made, **measure(ROOT / model, arm, problems)}
+    atomic_write(record_path(name, seed), lambda path: write_json(path, record))
+
+
+def train(command: str, log: Path) -> None:
+    """Run the command, which resumes an interrupted training and ends at once after one."""
+    words = [sys.executable, *command.split()[1:], "--resume"]
+    with open(log, "w") as file:
+        done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise UserError(f"{command}: ended with {done.returncode}; see {log}")
+
+
+def measure(directory: Path, arm: Arm, problems: list[dict]) -> dict:
+    """Decode in the arm's ways; and predict the written answers one token ahead."""
+    model, chat = load(str(directory))  # float32, on the CPU
+    decoded = {way: decode(model, chat, problems, way, arm.block) for way in arm.ways}
+    examples = given_responses(model, chat, problems)
+    nats = [predict(model, each.tokens, each.prompt_length)[0].sum().item() for each in examples]
+    return {
+        "decoded": decoded,
+        "nats": " ".join(f"{one:.4f}" for one in nats),
+        "tokens": sum(example.num_targets for example in examples),
+    }
+
+
+def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int) -> dict:
+    """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
+    prompts = [encode_prompt(problem, chat) for problem in problems]
+    if way == "diffusion":
+        answers = [diffuse(model, prompt) for prompt in prompts]
+    elif way == "jacobi":
+        answers = [jacobi(model, prompt, NUM_JACOBI_GUESSES) for prompt in prompts]
+    else:
+        answers = generate(model, prompts, ROWS, **decoding_options(way, block))
+    return {
+        "right": "".join(str(int(right)) for right in are_right(chat, answers, problems)),
+        "tokens": sum(len(answer.tokens) for answer in answers),
+        "forwards": sum(answer.forwards for answer in answers),
+    }
+
+
+def main() -> None:
+    pieces = [(name, seed) for name, arm in ARMS.items() for seed in range(arm.num_seeds)]
+    missing = [piece for piece in pieces if not record_path(*piece).exists()]
+    if missing:
+        rows, problems = split(hard_problem, TRAIN_ROWS, NUM_PROBLEMS)
+        (ROOT / WORK).mkdir(parents=True, exist_ok=True)
+        write(ROOT / WORK / "train.jsonl", rows)
+        for name, seed in tqdm(missing):
+            complete(name, seed, problems)
+    write_report([record_path(*piece) for piece in pieces], RESULTS)
+    print(f"{RESULTS}/paper.md")
+
+
+if __name__ == "__main__":
+    run_main(main)

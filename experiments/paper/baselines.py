@@ -1,53 +1,32 @@
 """What MARS is compared with: block diffusion, and Jacobi decoding.
 
-    python -m experiments.paper.baselines diffusion --model toy/sft --data toy/train.jsonl --steps 9
+    python -m experiments.paper.baselines --model toy/sft --data toy/train.jsonl --steps 9
 
-  * diffusion: the response is cut into blocks of B tokens. Each token of a block becomes a mask
-    with probability t, drawn per example. The model sees the earlier blocks as they are and all of
-    this block in both directions (MARS sees it causally), and predicts the masked tokens with
-    weight 1/t. The output is shifted right, as in MARS and in the paper's code, so the window of a
-    block begins with the token before the block. Decoding takes one forward for the prompt, then
-    one per token, the most confident mask first, and after each block one that puts it into the
-    cache.
+  * Block diffusion: the response is cut into blocks of B tokens. Each token of a block becomes a
+    mask with probability t, drawn per example. The model sees the earlier blocks as they are and
+    all of this block in both directions (MARS sees it causally), and predicts the masked tokens
+    with weight 1/t. The output is shifted right, as in MARS and in the paper's code, so the window
+    of a block begins with the token before the block. Decoding takes one forward for the prompt,
+    then one per token, the most confident mask first, and after each block one that puts it into
+    the cache.
   * Jacobi decoding needs no training. The guesses are what the ordinary model predicted after its
     last guesses, right or wrong. It is lossless.
 
-Training takes train.py's options, and has a plain loop of its own: float32, one example at a time,
-no checkpoints.
+The command above trains block diffusion, by train.py's loop and with its options. (In its log
+`noisy` is the loss; the look-ahead is that of MARS's masks, which it does not learn.)
 """
-
-import argparse
-import random
-import sys
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import trange
 
 import train
-from decode import Sequence
-from model import Qwen2, load, visible
-from plumbing.arguments import find_device
-from plumbing.config import config_json
-from plumbing.data import Dataset, Example
-from plumbing.errors import UserError, run_main
-from plumbing.files import has_model, save
-from plumbing.jsonl import JsonlFile
-from plumbing.scheduler import num_in_common
+from model import Qwen2, visible
+from plumbing.data import Example
+from plumbing.processes import run_main_and_exit
+from plumbing.scheduler import Sequence, num_in_common
 
 # -------------------------------------------------------------------------------- block diffusion
-
-
-def noise(example: Example, num_tokens: int) -> tuple[float, Tensor]:
-    """t, and which of the first num_tokens tokens are masked.
-
-    They follow from the example and its block phase, which most often differs in the next epoch.
-    """
-    rng = random.Random(f"{example.tokens} {example.phase}")
-    t = rng.uniform(0.001, 1)
-    masked = [rng.random() < t for _ in range(num_tokens)]
-    return t, torch.tensor(masked)
 
 
 def prefix_of_clean(pos: Tensor, prompt: int, block: int) -> Tensor:
@@ -76,6 +55,12 @@ def window_states(
     return hidden.unflatten(0, windows.shape)[:, :-1]  # the last token predicts nothing
 
 
+def draw_noise(num_tokens: int) -> tuple[float, Tensor]:
+    """t, and which of the tokens are masked."""
+    t = 0.001 + 0.999 * torch.rand(()).item()
+    return t, torch.rand(num_tokens) < t
+
+
 def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
     """The mean over the example's targets.
 
@@ -84,7 +69,7 @@ def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
     block = model.config.block
     num_padding = -example.num_targets % block
     tokens = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding, device=model.device)
-    t, masked = noise(example, len(tokens))
+    t, masked = draw_noise(len(tokens))
     masked = masked.to(model.device)
     noisy = torch.where(masked, model.config.mask_token_id, tokens)
     first = torch.arange(example.prompt_length - 1, len(tokens) - 1, block, device=model.device)
@@ -96,6 +81,16 @@ def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
     target = tokens[example.prompt_length :][at]
     total = F.cross_entropy(model.logits(hidden[at]), target, reduction="sum")
     return total / t / example.num_targets
+
+
+def diffusion_gradients(model: Qwen2, examples: list[Example], recipe: train.Recipe) -> Tensor:
+    """What `train.add_gradients` is for MARS: the loss, and 0 for the clean stream's."""
+    total = torch.zeros(2, device=model.device)
+    for example in examples:
+        loss = diffusion_loss(model, example) / len(examples)
+        loss.backward()
+        total[0] += loss.detach()
+    return total
 
 
 @torch.inference_mode()
@@ -125,26 +120,6 @@ def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
     return answer
 
 
-def train_diffusion(args: argparse.Namespace) -> None:
-    model, chat = load(args.model, find_device(args.device, args.dtype)[0])  # float32
-    model.requires_grad_()
-    model.config.block = args.block
-    ends = model.config.eos_token_id
-    rows = JsonlFile(args.data)
-    data = Dataset(rows, chat, ends[0], args.block, args.max_length, args.seed, args.held_out, ends)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    for step, (examples, _, _) in zip(trange(args.steps, disable=None), data.steps(args.batch)):
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(args.lr, (step + 0.5) / args.steps, args.warmup)
-        for example in examples:
-            loss = diffusion_loss(model, example) / len(examples)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    save(args.out, config_json(model.config), chat, model.state_dict())
-
-
 # ----------------------------------------------------------------------------------------- Jacobi
 
 
@@ -167,16 +142,8 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
 
 
 def main() -> None:
-    if sys.argv[1:2] != ["diffusion"]:
-        raise UserError(
-            "usage: python -m experiments.paper.baselines diffusion [train.py's options]"
-        )
-    args = train.parse_arguments(sys.argv[2:])
-    if not args.steps:
-        raise UserError("--steps: how many?")
-    if not (args.resume and has_model(args.out)):  # it would be complete
-        train_diffusion(args)
+    train.main(diffusion_gradients)
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main_and_exit(main, out_of_memory="use a smaller --max-length")

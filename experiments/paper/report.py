@@ -1,9 +1,9 @@
-"""Tables from the records that experiments/paper/run.py keeps; the text is claims.md.
+"""Tables from the records that this folder keeps; the text is claims.md.
 
-An accuracy is the mean over seeds and problems. Its 95 % interval is a bootstrap over problems of
-the mean over seeds: it is for other problems and the same seeds. A difference is taken problem by
-problem: all models answer the same problems, so its interval is narrower than the two accuracies
-suggest.
+A figure is the mean over seeds and problems. Its 95 % interval is a bootstrap over problems of the
+mean over seeds: it is for other problems and the same seeds. A difference is taken problem by
+problem: all models answer the same problems, so its interval is narrower than those of the two
+figures suggest.
 """
 
 import functools
@@ -26,46 +26,37 @@ PERCENT = ("accuracy, %", 100, ".1f")  # name, factor and format
 NATS = ("nats per token", 1, ".4f")
 
 Case = tuple[str, str]  # an arm, and a way to decode its models
-BySeed = dict[int, np.ndarray]  # a value for each problem
+Records = dict[str, list[dict]]  # of each arm, one for each seed
 
 
-class Results:
-    """The records, by arm and seed."""
-
-    def __init__(self, paths: list[Path]):
-        self.records = {}
-        for path in paths:
-            name, _, seed = path.stem.rpartition("-")
-            record = json.loads(path.read_text(encoding="utf-8"))
-            self.records.setdefault(name, {})[int(seed)] = record
-
-    def decoded(self, case: Case) -> dict[int, dict]:
-        name, way = case
-        return {seed: record["decoded"][way] for seed, record in self.records[name].items()}
-
-    def right(self, case: Case) -> BySeed:
-        """1 or 0."""
-        decoded = self.decoded(case).items()
-        return {seed: np.array(list(one["right"]), dtype=float) for seed, one in decoded}
-
-    def nats(self, case: Case) -> BySeed:
-        """Of the reference answer, one token ahead, relative to a mean answer's tokens."""
-        found = {}
-        for seed, record in self.records[case[0]].items():
-            nats = np.array(record["nats"].split(), dtype=float)
-            found[seed] = nats * len(nats) / record["tokens"]
-        return found
-
-    def speed(self, case: Case) -> float:
-        """Tokens per forward."""
-        decoded = self.decoded(case).values()
-        return sum(one["tokens"] for one in decoded) / sum(one["forwards"] for one in decoded)
+def read_records(paths: list[Path]) -> Records:
+    records: Records = {}
+    for path in paths:
+        arm = path.stem.rpartition("-")[0]  # before the seed
+        records.setdefault(arm, []).append(json.loads(path.read_text(encoding="utf-8")))
+    return records
 
 
-def minus(mine: BySeed, base: BySeed) -> BySeed:
-    """The difference from the base's mean over its seeds."""
-    base_mean = np.mean(list(base.values()), axis=0)
-    return {seed: values - base_mean for seed, values in mine.items()}
+def right(records: Records, case: Case) -> np.ndarray:
+    """Of each problem, how many of the seeds answered it right: 0 to 1."""
+    arm, way = case
+    by_seed = [list(record["decoded"][way]["right"]) for record in records[arm]]
+    return np.array(by_seed, dtype=float).mean(0)
+
+
+def nats(records: Records, case: Case) -> np.ndarray:
+    """Of each reference answer, one token ahead, relative to a mean answer's tokens."""
+    by_seed = []
+    for record in records[case[0]]:
+        values = np.array(record["nats"].split(), dtype=float)
+        by_seed.append(values * len(values) / record["tokens"])
+    return np.mean(by_seed, axis=0)
+
+
+def tokens_per_forward(records: Records, case: Case) -> float:
+    arm, way = case
+    decoded = [record["decoded"][way] for record in records[arm]]
+    return sum(one["tokens"] for one in decoded) / sum(one["forwards"] for one in decoded)
 
 
 @functools.cache
@@ -75,41 +66,35 @@ def resampled(problems: int) -> np.ndarray:
     return rng.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
 
 
-def estimate(values: BySeed) -> tuple[float, float, float]:
+def estimate(by_problem: np.ndarray) -> tuple[float, float, float]:
     """The mean, and its 95 % interval."""
-    by_problem = np.mean(list(values.values()), axis=0)
     means = resampled(len(by_problem)) @ by_problem / len(by_problem)
     low, high = np.quantile(means, [0.025, 0.975])
     return by_problem.mean(), low, high
 
 
-def text(values: BySeed, unit=PERCENT, sign="") -> str:
-    """mean (low to high) [of each seed]"""
+def text(by_problem: np.ndarray, unit=PERCENT, sign="") -> str:
+    """mean (low to high)"""
     _, factor, form = unit
-    middle, low, high = (f"{factor * figure:{sign}{form}}" for figure in estimate(values))
-    shown = f"{middle} ({low} to {high})"
-    if len(values) > 1:
-        seeds = [f"{factor * one.mean():{sign}{form}}" for one in values.values()]
-        shown += f" [{', '.join(seeds)}]"
-    return shown
+    middle, low, high = (f"{factor * figure:{sign}{form}}" for figure in estimate(by_problem))
+    return f"{middle} ({low} to {high})"
 
 
 # ------------------------------------------------------------------------- the fields of claims.md
 
 
-def show(results: Results, cases: dict[str, Case], bases=(), unit=PERCENT) -> str:
+def show(records: Records, cases: dict[str, Case], bases=(), unit=PERCENT) -> str:
     """A table with a row for each case; differences are from the bases, or from the first case."""
-    values_of = results.right if unit == PERCENT else results.nats
+    measure = right if unit == PERCENT else nats
     bases = bases or list(cases)[:1]
+    values = {label: measure(records, case) for label, case in cases.items()}
     rows = []
     for label, case in cases.items():
-        cells = [label, text(values_of(case), unit)]
+        cells = [label, text(values[label], unit)]
         for base in bases:
-            differs = ""
-            if label != base:
-                differs = text(minus(values_of(case), values_of(cases[base])), unit, sign="+")
-            cells.append(differs)
-        rows.append([*cells, f"{results.speed(case):.2f}"])
+            difference = text(values[label] - values[base], unit, sign="+")
+            cells.append("" if label == base else difference)
+        rows.append([*cells, f"{tokens_per_forward(records, case):.2f}"])
     return table(["", unit[0], *(f"from {base}" for base in bases), "tokens/forward"], rows)
 
 
@@ -119,7 +104,6 @@ TRAINED = {
     "more AR, half the rate": ("ar-slow", ONE),
     "MARS, B = 4": ("mars-4", ONE),
     "MARS, B = 4, half the rate": ("mars-4-slow", ONE),
-    "MARS, B = 4, gradients not clipped": ("mars-4-free", ONE),
     "MARS, B = 4, clean loss x 4": ("mars-4-heavy", ONE),
     "MARS, B = 4, twice the steps": ("mars-4-long", ONE),
     "MARS, B = 8": ("mars-8", ONE),
@@ -140,37 +124,35 @@ UNTRAINED = {
 ADDED = {
     "B + 1 candidates": ("mars-4", OURS[0]),
     "the paper's B candidates": ("mars-4", PAPER[0]),
-    "B + 1 candidates, `--block-phase fixed`": ("fixed", OURS[0]),
     "tau 1": ("mars-4", ONE),
     "`--verify`": ("mars-4", "verify"),
-    "`--verify`, `--block-phase fixed`": ("fixed", "verify"),
     "`--verify`, B = 8": ("mars-8", "verify"),
     "`--verify`, B = 16": ("mars-16", "verify"),
 }
 
 
-def by_tau(results: Results, size: int, ways: list[str]) -> str:
+def by_tau(records: Records, size: int, ways: list[str]) -> str:
     cases = {f"B = {size}, {way}": (f"mars-{size}", way) for way in [ONE, *ways]}
-    return show(results, cases)
+    return show(records, cases)
 
 
-def write_report(records: list[Path], out: Path) -> None:
-    """Write OUT/paper.md."""
-    results = Results(records)
-    loaded = [record for by_seed in results.records.values() for record in by_seed.values()]
+def write_report(paths: list[Path], out: Path) -> None:
+    """Write OUT/paper.md from the records."""
+    records = read_records(paths)
+    made = {record["made"] for by_seed in records.values() for record in by_seed}
     fields = {
-        "models": str(len(loaded)),
-        "made": "; ".join(sorted({record["made"] for record in loaded})),
-        "one_token": show(results, TRAINED | DIFFUSION, ["AR SFT", "MARS, B = 4"]),
-        "one_token_nats": show(results, TRAINED, unit=NATS),
-        "clean_loss": show(results, CLEAN_LOSS),
-        "clean_loss_nats": show(results, CLEAN_LOSS, unit=NATS),
-        "tau_4": by_tau(results, 4, PAPER),
-        "tau_8": by_tau(results, 8, PAPER),
-        "tau_16": by_tau(results, 16, PAPER),
-        "confidences": by_tau(results, 4, ENTROPY + MARGIN),
-        "untrained": show(results, UNTRAINED),
-        "added": show(results, ADDED),
+        "models": str(len(paths)),
+        "made": "; ".join(sorted(made)),
+        "one_token": show(records, TRAINED | DIFFUSION, ["AR SFT", "MARS, B = 4"]),
+        "one_token_nats": show(records, TRAINED, unit=NATS),
+        "clean_loss": show(records, CLEAN_LOSS),
+        "clean_loss_nats": show(records, CLEAN_LOSS, unit=NATS),
+        "tau_4": by_tau(records, 4, PAPER),
+        "tau_8": by_tau(records, 8, PAPER),
+        "tau_16": by_tau(records, 16, PAPER),
+        "confidences": by_tau(records, 4, ENTROPY + MARGIN),
+        "untrained": show(records, UNTRAINED),
+        "added": show(records, ADDED),
     }
     template = Path(__file__).with_name("claims.md").read_text(encoding="utf-8")
     (out / "paper.md").write_text(template.format(**fields), encoding="utf-8")
