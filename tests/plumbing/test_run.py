@@ -4,7 +4,6 @@ import itertools
 import shutil
 from unittest import mock
 
-import pytest
 from commands import is_refused
 from common import ROOT
 from training import DRAFT, arguments, checkpoints, contents, log, run_train, write
@@ -22,51 +21,31 @@ def test_a_file_in_the_way_of_the_output_directory(data, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == [data, tmp_path / "file"]
 
 
-def test_a_finished_run_is_not_destroyed(data, out, monkeypatch):
+def test_a_model_is_not_destroyed(data, out, monkeypatch):
+    """Neither a finished run's, nor the one that a run starts from."""
     assert run_train(*DRAFT, "--data", data, "--out", out, "--steps", 2).status == 0
-    before = contents(out)
+    bundled = out.with_name("bundled")
+    shutil.copytree(ROOT / "toy/draft", bundled)
     monkeypatch.delattr(train, "load")  # refused before the model is loaded
-    for words in ((), ("--steps", 2), ("--steps", 3, "--lr", 1)):
-        done = run_train(*DRAFT, "--data", data, "--out", out, *words)
-        assert is_refused(done, f"--out {out}: has a model; --overwrite it, or choose another")
-    assert contents(out) == before
-
-
-@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=str)
-def test_the_model_that_a_run_starts_from_is_not_overwritten(data, out, monkeypatch, resume):
-    """`--model sft --out sft` is refused, except with --overwrite."""
-    monkeypatch.delattr(train, "load")  # refused before the model is loaded
-    shutil.copytree(ROOT / "toy/draft", out)
-    before = contents(out)
-    words = (*DRAFT, "--data", data, "--model", out, "--out", out, "--steps", 1, *resume)
-    assert is_refused(run_train(*words), f"--out {out}: has a model; --overwrite it, or choose")
-    assert contents(out) == before
-
-
-def test_a_model_may_be_overwritten_on_demand(data, out):
-    """Also the one that the run starts from; of an older run nothing is left."""
-    shutil.copytree(ROOT / "toy/draft", out)
-    before = contents(out)
-    words = (*DRAFT, "--data", data, "--out", out, "--overwrite", "--save-every", 2)
-    done = run_train(*words, "--model", out, "--steps", 2, "--lr", 1e-3)
-    assert done.status == 0 and f"{out} holds the model of step 2" in done.out
-    assert contents(out)["model.safetensors"] != before["model.safetensors"]
-    for steps in (4, 2):
-        assert run_train(*words, "--steps", steps).status == 0
-        assert checkpoints(out)[-1] == f"step-{steps:08d}"
-        assert [record["step"] for record in log(out)] == list(range(1, steps + 1))
+    for directory in (out, bundled):
+        before = contents(directory)
+        words = (*DRAFT, "--data", data, "--model", directory, "--out", directory)
+        for more in ((), ("--steps", 3)):
+            message = f"--out {directory}: has a model; delete it or choose another --out"
+            assert is_refused(run_train(*words, *more), message)
+        assert contents(directory) == before
+    assert is_refused(run_train(*words, "--resume"), message)
 
 
 def test_only_what_is_its_own_is_removed(data, out):
     """A run deletes no file that it did not make."""
     words = (*DRAFT, "--data", data, "--out", out, "--steps", 3, "--save-every", 1)
-    assert run_train(*words).status == 0
     kept = ["notes.txt", "mine.tmp/a", "checkpoints/best/a", "checkpoints/mine.tmp/a"]
     kept += ["checkpoints/step-00000002-good/a", "checkpoints/notes.tmp", "log.jsonl.bak"]
     for name in kept:
-        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(name)
-    assert run_train(*words, "--overwrite").status == 0
+    assert run_train(*words).status == 0
     assert run_train(*words, "--resume").status == 0
     assert [(out / name).read_text() for name in kept] == kept
 
@@ -88,9 +67,9 @@ def test_skipped_rows_are_counted_once(tmp_path, out):
     """The rows that cannot be trained on are the same after a resume as without one."""
     rows = [{"prompt": "?", "response": "12"}, {"text": "12"}] * 20
     data = write(tmp_path / "data.jsonl", rows).path
-    words = (*DRAFT, "--data", data, "--held-out", 4, "--epochs", 2, "--save-every", 2)
+    words = (*DRAFT, "--data", data, "--epochs", 2, "--save-every", 2)
     expected = run_train(*words, "--out", tmp_path / "whole").out.splitlines()[-2]
-    assert expected == "skipped rows: 20 neither messages nor prompt and response"
+    assert expected == "skipped rows: 20 neither messages nor a prompt"
     # 36 rows and 2 epochs, half of them usable, 2 to a step
     assert 16 <= len(log(tmp_path / "whole")) <= 20
     assert run_train(*words, "--out", out).status == 0
@@ -106,21 +85,8 @@ def test_a_line_a_minute_where_there_is_no_bar(data, out, monkeypatch):
     assert "\n 67%: step=2, noisy=" in done.out and done.out.count("noisy=") == 1
 
 
-def test_a_note_in_the_log(data, out):
-    """Somebody's own line in log.jsonl is not lost: the run asks to move it away."""
-    words = (*DRAFT, "--data", data, "--out", out, "--steps", 1)
-    assert run_train(*words).status == 0
-    with open(out / "log.jsonl", "a") as file:
-        file.write("looks good so far\n")
-    before = contents(out)
-    done = run_train(*words, "--resume")
-    assert done.status == 2 and "has a line that is not a step's; move it away" in done.err
-    assert contents(out) == before
-
-
-MUST_BE_THE_SAME = """--objective sft --block 5 --block-phase fixed --ar-weight 2 --seed 1
---normalization token --epochs 6 --steps 7 --batch 9 --lr 1e-4 --warmup 0.1 --clip 2
---max-length 99 --held-out 3""".split()
+MUST_BE_THE_SAME = """--objective sft --block 5 --blocks every --ar-weight 2 --hold 1 --seed 1
+--epochs 6 --steps 7 --batch 9 --lr 1e-4 --max-length 99 --model other""".split()
 MAY_DIFFER = "--out elsewhere --save-every 3 --batch-tokens 99 --device cpu --dtype bfloat16"
 
 
@@ -128,9 +94,9 @@ def test_what_may_differ_when_a_run_is_resumed(data):
     """What decides where it ends must be as it was; what only decides how it gets there may not."""
     rows = JsonlFile(data)
 
-    def identity(*words):
-        return runs.identity(arguments("--data", data, *words), rows)
+    def settings(*words):
+        return runs.what_decides(arguments("--data", data, *words), rows)
 
     for option, value in zip(MUST_BE_THE_SAME[::2], MUST_BE_THE_SAME[1::2]):
-        assert identity(option, value) != identity(), option
-    assert identity(*MAY_DIFFER.split(), "--resume", "--checkpoint-layers") == identity()
+        assert settings(option, value) != settings(), option
+    assert settings(*MAY_DIFFER.split(), "--resume", "--checkpoint-layers") == settings()

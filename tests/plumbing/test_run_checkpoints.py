@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint(data, out, name, size):
 
 def test_every_kind_of_run_can_be_resumed(data, out):
     for number, words in enumerate(
-        (("--objective", "sft"), ("--checkpoint-layers",), ("--dtype", "bfloat16"))
+        (("--objective", "sft"), ("--hold", 8), ("--dtype", "bfloat16"))
     ):
         words = (*DRAFT, "--data", data, "--out", out / str(number), "--save-every", 1, *words)
         assert run_train(*words, "--steps", 2).status == 0

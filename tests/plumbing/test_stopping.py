@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from commands import is_refused
-from common import ROOT
 from training import DRAFT, checkpoints, log, num_logged, run_train, start, wait_for
 
 import train
@@ -49,13 +48,12 @@ def test_interrupting_training_says_what_there_is(data, out, monkeypatch, presse
     assert f"{steps} steps; {out} holds the model of step {steps}" in done.out
     assert num_logged(out) == steps
     for more, message in (
-        ((), "out: has an unfinished run; --resume it, --overwrite it, or choose another"),
+        ((), "out: has an unfinished run; --resume it, delete it or choose another --out"),
         (("--resume", "--lr", 0.1), f"--lr 0.1: the run in {out} has 5e-06"),
     ):
         assert is_refused(run_train(*words, *more), message)
     done = run_train(*words, "--resume")
     assert done.status == 0 and f"resumed at step {steps}" in done.out and "5 steps; " in done.out
-    assert run_train(*words, "--overwrite").status == 0
     assert num_logged(out) == 5
 
 
@@ -96,9 +94,9 @@ def test_a_hang_up(data, out, handler):
 
 
 @pytest.mark.parametrize("lines, is_all", [(0, False), (2, False), (0, True)])
-def test_a_reader_that_goes_away(out, lines, is_all):
+def test_a_reader_that_goes_away(data, out, lines, is_all):
     """After `train.py ... | head -2`, or a dying `|& tee`, the run goes on to its end, silently."""
-    words = (*DRAFT, "--data", ROOT / "toy/train.jsonl", "--held-out", 2, "--out", out)
+    words = (*DRAFT, "--data", data, "--out", out)
     pipes = {"stderr": subprocess.STDOUT} if is_all else {}  # the bar and the errors, too
     process = start(*words, "--steps", 6, "--save-every", 2, **pipes)
     for _ in range(lines):
