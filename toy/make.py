@@ -256,26 +256,21 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write only a training file, under this new name")
-    parser.add_argument("--rows", type=int, help=f"how many it has (default: {TRAIN_ROWS})")
+    parser.add_argument("--rows", type=int, default=TRAIN_ROWS, help="how many it has")
     parser.add_argument("--hard", action="store_true", help="the world of experiments.paper")
     args = parser.parse_args()
-    if args.rows is not None and args.rows < 1:
-        parser.error(f"--rows: must be at least 1, not {args.rows}")
-    if args.out is None and (args.rows or args.hard):
-        parser.error("--rows and --hard need an --out")
     if args.out is None:
         train, test = split(problem, TRAIN_ROWS)
         write(HERE / "train.jsonl", train)
         write(HERE / "test.jsonl", test)
         train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
         return
-    if args.out.exists():
-        parser.error(f"--out {args.out}: is there already; choose another name")
-    world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
     try:
-        write(args.out, split(world, args.rows or TRAIN_ROWS, test_rows)[0])
+        args.out.touch(exist_ok=False)
     except OSError as error:
-        parser.error(f"--out {args.out}: cannot be written ({error.strerror})")
+        parser.error(f"--out {args.out}: {error.strerror}")
+    world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
+    write(args.out, split(world, args.rows, test_rows)[0])
 
 
 if __name__ == "__main__":
