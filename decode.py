@@ -66,7 +66,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 # ------------------------------------------------------------------------------------------ options
 
-DEFAULT_TAU = {"probability": 0.95, "margin": 0.95, "entropy": 0.2}  # of each metric
+METRICS = ("probability", "margin", "entropy")
 
 
 @dataclass
@@ -75,14 +75,14 @@ class Options:
 
     tau: float | None = option(
         None,
-        "accept a token at least this confident, 1 is plain AR (default: 0.95); with --metric "
-        "entropy: at most this many nats, 0 is plain AR (default: 0.2)",
+        "accept a token at least this confident; 1 is plain AR, below it the text may differ from "
+        "AR's. With --metric entropy: at most this many nats, 0 is AR (default: --verify)",
         kind=float,
     )
-    metric: str = option("probability", "measure of confidence", choices=tuple(DEFAULT_TAU))
+    metric: str = option("probability", "measure of confidence", choices=METRICS)
     block: int | None = option(None, "B, the number of masks (default: as in training)", int, 1)
     block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, 1)
-    verify: bool = option(False, "lossless: AR checks every guess; takes no tau")
+    verify: bool = option(False, "lossless: the text of --tau 1, in fewer forwards")
     max_new: int = option(256, "maximum number of new tokens", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0, below=1e30)
     seed: int = option(0, "sampling seed", least=0, below=2**62)
@@ -90,15 +90,16 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.verify and self.block_cache:
-            raise UserError("--verify and --block-cache cannot be combined: leave out one")
-        if self.verify and self.tau is not None:
+        if self.tau is not None and self.verify:
             raise UserError("--verify takes no --tau, for it checks every guess: leave out one")
-        if self.verify:
+        if self.tau is not None:
+            check_tau(self.tau, self.metric)
             return
-        if self.tau is None:
-            self.tau = DEFAULT_TAU[self.metric]
-        check_tau(self.tau, self.metric)
+        self.verify = True
+        if self.block_cache or self.metric != "probability":
+            raise UserError(
+                "--block-cache and --metric need a --tau: without one AR checks guesses"
+            )
 
 
 # --------------------------------------------------------------------------------------- acceptance
@@ -200,7 +201,7 @@ class Decoder:
         if tau is None:
             tau = self.options.tau
         elif self.options.verify:
-            raise UserError("verify takes no tau, for it checks every guess")
+            raise UserError("a tau of its own needs --tau: without that, AR checks every guess")
         else:
             check_tau(tau, self.options.metric)
         max_new = self.options.max_new if max_new is None else max_new

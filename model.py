@@ -210,8 +210,7 @@ class Qwen2(nn.Module):
         """Hidden states (R, T, D) of tokens (R, T) at positions (R, T).
 
         mask: bool (R, 1, T, S), True where a query may look; None is plain causal. S is T without
-        a cache, else the cache's span. kernel: a faster `attend` and its kind of mask; it is an
-        argument because training and decoding have different ones.
+        a cache, else the cache's span. kernel: an `attend` that takes another kind of mask.
         """
         x = self.model.embed_tokens(tokens)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
@@ -227,8 +226,7 @@ class Qwen2(nn.Module):
         """Logits (N, V) of hidden states (N, D), in float32 or float64.
 
         That is for the caller's softmax: in bfloat16 a probability of 0.9989 is 1 and passes any
-        tau. `hidden` is 2-D and holds only the positions needed: a sliced 3-D bfloat16 tensor is 30
-        times slower on a CPU.
+        tau. `hidden` is 2-D: a sliced 3-D bfloat16 tensor is 30 times slower on a CPU.
         """
         logits = self.project(hidden)
         if self.config.mask_token_id is not None:
@@ -239,8 +237,7 @@ class Qwen2(nn.Module):
         """Logits (R, C, V) of hidden states (R, T, D) at columns (R, C), to choose tokens by.
 
         In bfloat16 the product rounds to three digits. Of the best tokens two are then often equal,
-        so the best NUM_EXACT logits are computed again in float32. (A row that needs fewer columns
-        than others may name any.)
+        so the best NUM_EXACT logits are computed again in float32.
         """
         picked = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.size(-1)))  # (R, C, D)
         picked = picked.flatten(0, 1)
@@ -260,9 +257,8 @@ class Qwen2(nn.Module):
     def in_chunks(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Apply `function` to tensors (N, ...), a few rows at a time; concatenate what it returns.
 
-        For training, where `function` computes the logits of N hidden states: all of them at once
-        would need more memory than everything else together. The backward pass computes each
-        chunk's logits again, except the last chunk's, which it needs first. (A method, so that
+        For training: the logits of N hidden states would need more memory than all else together.
+        The backward pass computes each chunk again, except the last. (A method, so that
         plumbing/processes.py can register it: FSDP then gathers the head once for all chunks.)
         """
         num_chunks = math.ceil(len(tensors[0]) * self.config.vocab_size / LOGITS_AT_A_TIME)

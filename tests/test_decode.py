@@ -133,10 +133,8 @@ def test_a_confidence_of_tau_passes():
 
 
 def test_defaults():
-    """An entropy of .95 nats would be a loose tau: it has a default of its own."""
-    assert Options().tau == 0.95 and Options(metric="margin").tau == 0.95
-    assert Options(metric="entropy").tau == 0.2
-    assert Options(verify=True).tau is None and Options(verify=True, metric="entropy").tau is None
+    """Without a tau the text is AR's; B is that of the training."""
+    assert Options().verify and not Options(tau=0.9).verify
     model = tiny_model(random.Random(0))
     assert Decoder(model, Options(), 1, 10).block == 4
     model.config.block = 3
@@ -150,7 +148,7 @@ def test_a_one_token_row_among_others_stays_one():
     model.head.data *= 1e4  # every probability is 0 or 1
     prompts = [random_prompt(random.Random(i), 6) for i in (0, 1)]
     for metric, taus in (("probability", [1.0, 0.9999]), ("entropy", [0.0, 0.001])):
-        one, other = decode_each(model, prompts, taus, metric=metric, max_new=20)
+        one, other = decode_each(model, prompts, taus, tau=1, metric=metric, max_new=20)
         assert one.accepted == [1] * len(one.tokens)
         assert max(other.accepted) == 5
         assert naive(model, prompts[0], tau=1, block=4, max_new=20) == one.tokens
@@ -173,7 +171,7 @@ def test_tau_acts_at_the_next_step():
         model = tiny_model(rng)
         prompt = random_prompt(rng, 9)
         schedule = [rng.choice([0.2, 1.0]) for _ in range(40)]
-        decoder = Decoder(model, Options(block=4, max_new=40), rows=8, longest=49)
+        decoder = Decoder(model, Options(tau=1, block=4, max_new=40), rows=8, longest=49)
         sequence = decoder.add(prompt)
         for tau in schedule:
             sequence.tau = tau
@@ -218,7 +216,7 @@ def test_every_token_is_fed_once_and_streamed_once():
 def test_a_full_block_waits_for_the_others_and_costs_no_forward():
     """The paper's code pays one more forward per filled block; here the next feed commits it."""
     model = endless_model()
-    options = Options(block=3, block_cache=4, max_new=12)
+    options = Options(tau=1, block=3, block_cache=4, max_new=12)
     decoder = Decoder(model, options, rows=3, longest=17)
     sequences = []
     for index, tau in enumerate([0, 1, 1]):
@@ -250,6 +248,8 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
         ({"rows": 0}, "rows 0: must be at least 1"),
         ({"temperature": None}, "temperature None: must be a number"),
         ({"verify": True, "tau": 0.9}, "--verify takes no --tau"),
+        ({"metric": "entropy"}, "--metric need a --tau"),
+        ({"block_cache": 4}, "--block-cache and --metric need a --tau"),
     ],
 )
 def test_options_that_cannot_run(options, message):

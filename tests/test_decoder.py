@@ -9,7 +9,8 @@ from decoding import alone, outcome, use_lossless
 from decode import Decoder, Options, Sequence
 from plumbing.errors import UserError
 
-WAYS = [{}, {"block_cache": 4}, {"verify": True}, {"temperature": 1.0}]
+WAYS = [{"tau": 0.3}, {"tau": 0.3, "block_cache": 4}, {"verify": True}]
+WAYS += [{"tau": 0.3, "temperature": 1.0}]
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_bad_request_is_refused_and_the_others_go_on(way):
         with pytest.raises(UserError, match=message):
             decoder.add(prompt, **request)
     if "verify" in way:
-        with pytest.raises(UserError, match="verify takes no tau"):
+        with pytest.raises(UserError, match="needs --tau"):
             decoder.add([2], tau=0.9)
     running += [decoder.add(prompt) for prompt in prompts[2:]]
     list(decoder)
@@ -58,7 +59,7 @@ def test_a_bad_request_is_refused_and_the_others_go_on(way):
         assert outcome(sequence) == outcome(alone(model, prompt, index, **options))
 
 
-@pytest.mark.parametrize("way", [*WAYS, {"block_cache": 64}], ids=str)
+@pytest.mark.parametrize("way", [*WAYS, {"tau": 0.3, "block_cache": 64}], ids=str)
 def test_what_just_fits_runs_to_its_end(way, monkeypatch):
     """In rows that are all as long as the decoder was made for, however wide their feeds are."""
     monkeypatch.setattr("kv_cache.UNIT", 1)  # no room because of rounding

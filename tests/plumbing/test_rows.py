@@ -25,7 +25,7 @@ def test_the_cache_has_room_for_the_widest_feed(block, block_cache, monkeypatch)
     model = endless_model()
     prompts = [[2] * 60] + 30 * [[3]]
     taus = [1] + 30 * [0]
-    options = {"block": block, "block_cache": block_cache, "max_new": 30}
+    options = {"tau": 1, "block": block, "block_cache": block_cache, "max_new": 30}
     long, *others = decode_each(model, prompts, taus, rows=2, **options)
     assert long.forwards == 30 and max(others[0].accepted) == block + 1
 
