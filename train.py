@@ -356,10 +356,6 @@ def train(
 
     add_gradients: what a step learns; another one makes it another method.
     """
-    if args.checkpoint_layers:
-        processes.recompute_layers(model)
-    if dist.is_initialized():
-        processes.shard(model, recipe.dtype)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
@@ -389,9 +385,9 @@ def train(
                 "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
                 "memory_gib": round(processes.peak_memory(model.device), 2),
             }
-            is_due = done >= 1 or step % args.save_every == 0
             if recipe.block is None:
                 del record["noisy"]
+            is_due = done >= 1 or step % args.save_every == 0
             if is_due and data.held_out:
                 record["look_ahead"] = look_ahead(model, data.held_out, recipe)
             run.log(record, done)
@@ -501,6 +497,10 @@ def main(add_gradients=add_gradients) -> None:
     with processes.together():
         model, chat, data, run, recipe = prepare(args, device, dtype)
 
+    if args.checkpoint_layers:
+        processes.recompute_layers(model)
+    if dist.is_initialized():
+        processes.shard(model, dtype)
     stop = train(model, chat, data, run, args, recipe, add_gradients)
     processes.wait_for_all()
     if stop:

@@ -280,7 +280,7 @@ def test_recomputed_layers_change_nothing(monkeypatch):
     """But every layer runs twice."""
     forward = MLP.forward
     found = []
-    for words in ((), ("--checkpoint-layers",)):
+    for is_recomputed in (False, True):
         calls = []
 
         def counted(mlp, x, calls=calls):
@@ -290,8 +290,10 @@ def test_recomputed_layers_change_nothing(monkeypatch):
         monkeypatch.setattr(MLP, "forward", counted)
         rng = random.Random(5)
         model = tiny_model(rng)
+        if is_recomputed:
+            train.processes.recompute_layers(model)
         data = FixedData([random_example(rng, 4) for _ in range(5)])
-        train.train(model, None, data, NoRun(), arguments("--steps", 2, *words), Recipe(MASK, 4))
+        train.train(model, None, data, NoRun(), arguments("--steps", 2), Recipe(MASK, 4))
         found.append((torch.cat([w.flatten() for w in model.parameters()]), len(calls)))
     (plain, num_calls), (recomputed, num_more_calls) = found
     assert torch.equal(plain, recomputed) and num_more_calls == 2 * num_calls

@@ -11,11 +11,6 @@ from training import DRAFT, checkpoints, log, num_logged, run_train, start, wait
 
 import train
 
-# A step that takes forever, in one call of C.
-ENDLESS = "import time, train; from plumbing.errors import run_main; "
-ENDLESS += "train.learning_rate = lambda *_: print('asleep', flush=True) or time.sleep(600); "
-ENDLESS += "run_main(train.main)"
-
 
 def assert_saved(out: Path) -> None:
     """There is a log, and a checkpoint and a model of its last step."""
@@ -55,21 +50,6 @@ def test_interrupting_training_says_what_there_is(data, out, monkeypatch, presse
     done = run_train(*words, "--resume")
     assert done.status == 0 and f"resumed at step {steps}" in done.out and "5 steps; " in done.out
     assert num_logged(out) == 5
-
-
-def test_a_second_signal_stops_at_once(data, out):
-    """Even in the middle of one call of C."""
-    words = (*DRAFT, "--data", data, "--out", out, "--steps", 3)
-    process = start(*words, script=("-c", ENDLESS))
-    assert "parameters" in process.stdout.readline()
-    assert process.stdout.readline() == "asleep\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "stopping after this step\n"
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
-    assert checkpoints(out) == []
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "nohup"])
