@@ -3,8 +3,8 @@
     python -m apps.batch prompts.jsonl --rows 8 > answers.jsonl
 
 Every line is a prompt, or a JSON object with a `prompt`, a `question` or `messages`, and perhaps an
-`id` and a `tau`. The output has a JSON object for every prompt, in the same order: training data
-for train.py.
+`id` and (with --tau) a `tau` of its own. The output has a JSON object for every prompt, in the same
+order: training data for train.py.
 """
 
 import json

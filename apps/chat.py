@@ -2,7 +2,8 @@
 
     python -m apps.chat --tau 0.8
 
-The cache keeps the conversation, so each turn feeds only what is new.
+Without --tau there is no knob: every answer is the one of tau 1. The cache keeps the conversation,
+so each turn feeds only what is new.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ class Conversation:
 
     def set_tau(self, tau: float) -> None:
         if self.decoder.options.verify:
-            raise UserError("--verify takes no tau: start the conversation without it")
+            raise UserError("--verify takes no tau: start the conversation with --tau")
         check_tau(tau, self.decoder.options.metric)
         self.tau = tau
 

@@ -33,19 +33,17 @@ def read_problems(file: Path, limit: int | None = None) -> list[dict]:
     """
     problems = list(JsonlFile(file))[:limit]
     for line, problem in enumerate(problems, 1):
-        if not problem.keys() & {"prompt", "question", "messages"}:
-            raise UserError(f"{file}: row {line}: needs a prompt, a question or messages")
         with naming(f"{file}: row {line}"):
             messages = conversation(problem)
-        if messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+            if messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            if not messages:
+                raise UserError("nothing that asks")
+            if ("answer" in problem) != ("answer" in problems[0]):
+                raise UserError("either all rows must have an answer or none")
+            if "answer" in problem and last_number(str(problem["answer"])) is None:
+                raise UserError(f"the answer is not a number: {problem['answer']}")
         problem["messages"] = messages
-        if not messages:
-            raise UserError(f"{file}: row {line}: nothing before the assistant's turn")
-        if ("answer" in problem) != ("answer" in problems[0]):
-            raise UserError(f"{file}: row {line}: either all rows must have an answer or none")
-        if "answer" in problem and last_number(str(problem["answer"])) is None:
-            raise UserError(f"{file}: row {line}: the answer is not a number: {problem['answer']}")
     return problems
 
 

@@ -68,7 +68,8 @@ class Ours:
         sequences = [self.decoder.add(prompt, max_new=max_new) for prompt in prompts]
         for _ in self.decoder:
             pass
-        self.decoder.scheduler.clear_done()  # or the same prompts would cost nothing the next time
+        scheduler = self.decoder.scheduler
+        scheduler.sequences = [None] * len(scheduler.sequences)  # what its rows hold is not reused
         return sequences
 
 
@@ -183,11 +184,12 @@ def widths(model: Qwen2, args) -> None:
 
     @torch.inference_mode()
     def forward(width: int) -> list:
-        pos = torch.arange(200, 200 + width, device=model.device)[None]
+        fed = [(0, pos, pos + 1) for pos in range(200, 200 + width)]
         columns = torch.arange(width, device=model.device)[None]
         decoder.cache.reserve(width, [0])
-        run = decoder.compiled or decoder.forward
-        return run(torch.zeros_like(pos), pos, pos + 1, columns, None).tolist()
+        return decoder.fast_forward(
+            torch.tensor([fed], device=model.device), columns, None
+        ).tolist()
 
     work = {f"{width}": functools.partial(forward, width) for width in WIDTHS}
     common.in_turn(work, 2, model.device)  # start-up, not looked at

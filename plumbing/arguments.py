@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Callable
-from math import inf
+from math import inf, isnan
 from numbers import Integral
 
 import torch
@@ -52,9 +52,11 @@ class Parser(argparse.ArgumentParser):
 
 def check_range(value: float, least: float, below: float) -> None:
     """Raise ArgumentTypeError if not: least <= value < below."""
-    if not value >= least:  # also true of NaN
+    if isnan(value):
+        raise argparse.ArgumentTypeError("must be a number, not nan")
+    if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {value}")
-    if not value < below:
+    if value >= below:
         raise argparse.ArgumentTypeError(f"must be below {below:g}, not {value}")
 
 

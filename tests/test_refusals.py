@@ -10,8 +10,10 @@ from common import ROOT
 USUAL = {
     "decode": (*MARS, "--prompt", PROMPT),
     "train": ("--model", ROOT / "toy/sft", "--data", "data.jsonl", "--out", "out"),
-    "apps.trace": (*MARS, "--prompt", PROMPT, "page.html"),
-    "apps.chat": MARS,
+    "apps.batch": MARS,
+    "apps.trace": (*MARS, "--prompt", PROMPT),
+    "bench.quality": MARS,
+    "bench.speed": MARS,
 }
 FILES = {
     "data.jsonl": '{"prompt": "?", "response": "12 plums"}\n',
@@ -34,31 +36,41 @@ BAD_OPTIONS = [
     ("decode --model no/such/place", "'no/such/place': no such directory, and not a hub id"),
     ("decode --model data.jsonl", "'data.jsonl': no such directory, and not a hub id"),
     ("decode --tau 1.5", "tau 1.5: must be between 0 and 1"),
-    ("decode --block 0", "--block: must be at least 1, not 0"),
-    ("decode --block-cache 0", "--block-cache: must be at least 1, not 0"),
-    ("decode --verify --block-cache 8", "--verify and --block-cache cannot be combined"),
+    ("decode --tau nan", "tau: must be a number, not nan"),
+    ("decode --tau x", "--tau: invalid float value: 'x'"),
+    ("decode --metric entropy --tau -1", "tau -1.0: must be at least 0 (nats)"),
+    ("decode --metric none", "--metric: invalid choice: 'none'"),
+    ("decode --block 0", "block: must be at least 1, not 0"),
+    ("decode --block-cache 0", "block_cache: must be at least 1, not 0"),
+    ("decode --verify --block-cache 8", "--block-cache and --metric need a --tau"),
     ("decode --verify --tau 0.9", "--verify takes no --tau"),
-    ("decode --max-new 5000", "exceed the model's 2048 positions"),
+    ("decode --max-new 5000", "new ones exceed the"),
     ("decode --prompt ' '", "--prompt is empty"),
-    (f"decode --prompt '{'plums ' * 3000}'", "exceed the model's 2048 positions"),
+    (f"decode --prompt '{'plums ' * 3000}'", "new ones exceed the"),
     ("decode --prompt 'half \ud83d'", "not valid Unicode"),
-    ("decode --temperature inf", "--temperature: must be below 1e+30"),
-    (f"decode --seed {2**70}", f"--seed: must be below 4.61169e+18, not {2**70}"),
+    ("decode --temperature inf", "temperature: must be below 1e+30"),
+    (f"decode --seed {2**70}", f"seed: must be below 4.61169e+18, not {2**70}"),
     ("decode --device cuda:99", "--device cuda:99: this machine has "),
     ("train --batch 0", "--batch: must be at least 1, not 0"),
     ("train --steps 1000000000000", "--steps: must be below 1e+09, not 1000000000000"),
-    ("train --lr nan", "--lr: must be at least 0, not nan"),
+    ("train --lr nan", "--lr: must be a number, not nan"),
+    ("train --lr x", "--lr: invalid float value: 'x'"),
     ("train --hold 8 --ar-weight 2", "--ar-weight: not allowed with argument --hold"),
     (f"train --seed {10**30}", "--seed: must be below 9.22337e+18, not 1"),
     ("train --max-length 4096", "--max-length 4096: the model has 2048 positions"),
     (f"train --model {ROOT / 'toy'}", "config.json: cannot be read; is "),
     ("train --data /", "/: Is a directory"),
-    ("train --data ''", "--data: must name a file or directory"),
     ("train --data broken.jsonl", "broken.jsonl:2: not JSON"),
     # The data come first: a model may have to be downloaded.
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
-    ("apps.chat --max-new 5000", "exceed the model's 2048 positions"),
-    ("apps.trace --prompt ' '", "--prompt is empty"),
+    ("apps.batch x.jsonl", "x.jsonl: No such file or directory"),
+    ("apps.trace page.html --prompt ' '", "--prompt is empty"),
+    ("apps.trace --max-new 2 --tau 1 data.jsonl/x.html", "Not a directory"),
+    ("bench.quality --limit 0", "--limit: must be at least 1, not 0"),
+    ("bench.quality --tau 1 3", "tau 3.0: must be between 0 and 1"),
+    ("bench.quality --verify --tau 1", "--verify takes no --tau"),
+    ("bench.quality --data nowhere.jsonl", "nowhere.jsonl: "),
+    ("bench.speed --shape 9B", "--shape: invalid choice: '9B'"),
 ]
 
 
@@ -74,16 +86,11 @@ def test_bad_options(line, message):
     assert is_refused(command(name, *USUAL[name], *words), message)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["apps.batch", ""], "FILE: must name a file"),
-        (["apps.trace", *USUAL["decode"], "."], "name a file that ends with .html"),
-        (["apps.trace", *USUAL["decode"], "data.jsonl/x.html"], "nothing can be saved there"),
-    ],
-)
-def test_bad_names_of_files(words, message):
-    assert is_refused(command(*words), message)
+def test_an_optional_package_that_is_missing(monkeypatch):
+    """One line, before a model is loaded."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = command("bench.speed", "--transformers")
+    assert is_refused(done, "transformers is not installed: pip")
 
 
 def test_too_little_memory_says_what_lowers_it(here):
@@ -96,24 +103,24 @@ def test_too_little_memory_says_what_lowers_it(here):
     assert is_refused(done, "out of memory: use a smaller --max-new or a shorter prompt")
 
 
-# ---------------------------------------------------------------------------- a file of prompts
+# ---------------------------------------------------------------------------- files of prompts
 
 TURN = {"role": "user", "content": "Hi"}
+REPLY = {"role": "assistant", "content": "Ho"}
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        (" \n\n", "in: empty; expected a prompt per line, or JSONL"),
-        ("?\n" + 3000 * "plums ", "in:2: a prompt of 3"),
-        ('{"prompt": "?"}\n\n{not json}', "in:3: not JSON"),
-        ('{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
+        (b" \n\n", "in: empty; expected a prompt per line, or JSONL"),
+        (b"?\n" + 3000 * b"plums ", "in:2: a prompt of 3"),
+        (b'{"prompt": "?"}\n\n{not json}', "in:3: not JSON"),
+        (b'{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
         (b"ok\n\ncaf\xe9\n", "in:3: not UTF-8"),
-        (None, "/in: No such file or directory"),
         ({"query": "?"}, "in:2: neither messages nor a prompt"),
         ({"messages": []}, "in:2: neither messages nor a prompt"),
         ({"messages": [{"role": "user"}]}, "in:2: content that is not text"),
-        ({"messages": [TURN, {"role": "assistant", "content": "Ho"}]}, "in:2: the last message"),
+        ({"messages": [TURN, REPLY]}, "in:2: the last message"),
         ({"prompt": "?", "tau": 2}, "in:2: tau 2: must be between 0 and 1"),
         ({"prompt": "?", "tau": "0.7"}, "in:2: tau '0.7': must be a number"),
     ],
@@ -121,9 +128,21 @@ TURN = {"role": "user", "content": "Hi"}
 def test_bad_files_of_prompts(here, content, message):
     """An error in any line comes before the first answer."""
     if isinstance(content, dict):
-        content = json.dumps({"prompt": "?"}) + "\n" + json.dumps(content)
-    if isinstance(content, str):
-        content = content.encode()
-    if content is not None:
-        (here / "in").write_bytes(content)
-    assert is_refused(command("apps.batch", *MARS, here / "in"), message)
+        content = b'{"prompt": "?"}\n' + json.dumps(content).encode()
+    (here / "in").write_bytes(content)
+    assert is_refused(command("apps.batch", *MARS, "--tau", 0.9, here / "in"), message)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([{"answer": "1"}], "row 1: neither messages nor a prompt"),
+        ([{"messages": [REPLY]}], "row 1: nothing that asks"),
+        ([{"prompt": "a", "answer": "many"}], "row 1: the answer is not a number: many"),
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: either all rows must have an"),
+        ([{"prompt": "a", "response": ""}], "row 1: an empty response"),
+    ],
+)
+def test_problems_that_would_count_as_wrong_answers(here, rows, message):
+    (here / "in").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert is_refused(command("bench.quality", *MARS, "--data", here / "in"), message)

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+from unittest import mock
 
 import pytest
 from commands import MARS, PROMPT, command, process
@@ -28,7 +29,7 @@ def converse(monkeypatch, lines: list, *words: object):
         return line
 
     monkeypatch.setattr("builtins.input", type_next)
-    return command("apps.chat", *MARS, *words)
+    return command("apps.chat", *MARS, "--tau", 0.8, *words)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_conversation(monkeypatch, answers):
     """/tau acts at once, a bad one changes nothing, /reset forgets, and the cache is used."""
     lines = [PROMPT, "/tau 1", "And now?", "/tau 7", "/tau x", KeyboardInterrupt(), "/nonsense"]
     lines += ["", "/reset", PROMPT]
-    done = converse(monkeypatch, lines, "--tau", 0.8)
+    done = converse(monkeypatch, lines)
     turns = re.findall(r"forwards: (\S+) tokens per forward", done.err)
     assert done.status == 0 and len(turns) == 3
     assert float(turns[0]) > 2 and turns[1] == "1.00"
@@ -106,7 +107,7 @@ def test_interrupting_an_answer_keeps_the_conversation(
         return function(*args)
 
     monkeypatch.setattr(owner, name, interrupted)
-    done = converse(monkeypatch, [PROMPT, PROMPT], "--tau", 0.8)
+    done = converse(monkeypatch, [PROMPT, PROMPT])
     first, second = answers
     assert done.status == 0 and "Traceback" not in done.err
     assert first.done and first.forwards == num_calls and second.forwards > 3
@@ -115,11 +116,19 @@ def test_interrupting_an_answer_keeps_the_conversation(
     assert second.tokens == alone.tokens
 
 
+def test_a_conversation_without_a_knob(monkeypatch):
+    """--verify takes no tau, and each answer is that of tau 1."""
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=["/tau 0.5", PROMPT, EOFError]))
+    done = command("apps.chat", *MARS, "--verify")
+    assert "error: --verify takes no tau: start the conversation with --tau" in done.err
+    assert done.out == command("decode", *MARS, "--prompt", PROMPT, "--tau", 1).out
+
+
 def test_a_conversation_through_a_pipe():
     """What goes into a file is the text alone; a line that is not UTF-8 is passed over."""
     lines = "printf 'Hi\\n/tau 1\\nHi\\xff\\n' |"
     encoding = {"PYTHONIOENCODING": "utf-8:surrogateescape"}
-    done = process("-m", "apps.chat", "--max-new", 8, before=lines, **encoding)
+    done = process("-m", "apps.chat", "--tau", 0.8, "--max-new", 8, before=lines, **encoding)
     assert done.status == 0 and "Traceback" not in done.err
     assert done.out.count("\n") == 1 and "tau" not in done.out
     assert done.err.count("error: not valid Unicode") == 1
@@ -135,7 +144,7 @@ def answer(tmp_path):
     def run(lines: list[str | dict], *words: object, separator="\n") -> list[dict]:
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         (tmp_path / "in").write_text(separator.join(texts))
-        done = command("apps.batch", *MARS, tmp_path / "in", *words)
+        done = command("apps.batch", *MARS, tmp_path / "in", "--tau", 0.95, *words)
         assert done.status == 0
         assert re.fullmatch(r"\d+ tokens: \S+ tokens per forward, \d+ tok/s\n", done.err), done.err
         return [json.loads(line) for line in done.out.splitlines()]

@@ -2,14 +2,13 @@
 
 import contextlib
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import pytest
 from common import endless_model
 
 from decode import Decoder, Options
-from plumbing.arguments import check_options, option
+from plumbing.arguments import check_options, check_tau, option
 from plumbing.errors import UserError
 
 
@@ -30,13 +29,13 @@ def test_options_that_are_accepted():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (Reader(penalty=-1), "penalty -1: must be at least 0, not -1"),
-        (Reader(penalty=2), "penalty 2: must be below 2, not 2"),
-        (Reader(penalty=float("nan")), "penalty nan: must be at least 0, not nan"),
-        (Reader(penalty="1"), "penalty '1': must be a number"),
-        (Reader(limit=0), "limit 0: must be at least 1"),
-        (Reader(limit=1.5), "limit 1.5: must be a whole number"),
-        (Reader(order="nonsense"), "order 'nonsense': must be one of first, last"),
+        (Reader(penalty=-1), "penalty: must be at least 0, not -1"),
+        (Reader(penalty=2), "penalty: must be below 2, not 2"),
+        (Reader(penalty=float("nan")), "penalty: must be a number, not nan"),
+        (Reader(penalty="1"), "penalty: must be a number, not '1'"),
+        (Reader(limit=0), "limit: must be at least 1"),
+        (Reader(limit=1.5), "limit: must be a whole number, not 1.5"),
+        (Reader(order="nonsense"), "order: must be one of first, last, not 'nonsense'"),
     ],
 )
 def test_options_that_are_refused(options, message):
@@ -44,21 +43,38 @@ def test_options_that_are_refused(options, message):
         check_options(options)
 
 
-NUMBERS = [np.uint16(3), np.int8(100), np.float16(1), Fraction(1), Fraction(1, 2), 2**64]
+@pytest.mark.parametrize(
+    "tau, metric, is_accepted",
+    [
+        (0, "probability", True),
+        (1, "margin", True),
+        (1.1, "probability", False),
+        (-0.1, "margin", False),
+        (3, "entropy", True),
+        (-1, "entropy", False),
+        (float("inf"), "entropy", False),
+        ("0.7", "probability", False),
+    ],
+)
+def test_taus(tau, metric, is_accepted):
+    expected = contextlib.nullcontext() if is_accepted else pytest.raises(UserError, match="tau")
+    with expected:
+        check_tau(tau, metric)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("field", ["temperature", "max_new", "seed", "block", "groups"])
-@pytest.mark.parametrize("number", NUMBERS, ids=repr)
-def test_what_passes_the_checks_is_decoded(field, number):
-    """A number that fails only in a forward, as numpy's small ones did, would stop all rows."""
-    options = {"max_new": 10, "temperature": 0.5, field: number}
-    added = []
-    with contextlib.suppress(UserError):
-        decoder = Decoder(endless_model(), Options(**options), rows=2, longest=210)
-        added.append(decoder.add([2] * 105))
-        for request in ({"prompt": [number]}, {"tau": number}, {"max_new": number}):
-            with contextlib.suppress(UserError):
-                added.append(decoder.add(**{"prompt": [3] * 105} | request))
-        list(decoder)
-    assert all(each.error is None and len(each.tokens) == each.max_new for each in added)
+@pytest.mark.parametrize(
+    "number, num_added",
+    [(np.uint16(3), 2), (np.int8(3), 2), (np.float16(0.5), 1), (np.float64(0.5), 2)],
+)
+def test_what_passes_the_checks_is_decoded(number, num_added):
+    """Ids of numpy's kinds are a prompt. A number that fails only in a forward, as numpy's small
+    ones did, would stop all rows."""
+    decoder = Decoder(endless_model(), Options(tau=0.5, max_new=10), rows=2, longest=210)
+    added = [decoder.add([2] * 105)]
+    for request in ({"prompt": [number]}, {"tau": number}, {"max_new": number}):
+        with contextlib.suppress(UserError):
+            added.append(decoder.add(**{"prompt": [3] * 105} | request))
+    list(decoder)
+    assert all(len(each.tokens) == each.max_new for each in added)
+    assert len(added) == num_added  # with a token id, or with a tau
