@@ -118,16 +118,24 @@ class Streams(NamedTuple):
 def padding(length: int) -> Streams:
     """Positions of no example, which predict nothing."""
     zeros = torch.zeros(length, dtype=torch.long)
-    return Streams(zeros, zeros, zeros + 1, zeros - 1, zeros, zeros.float(), zeros.float())
+    return Streams(
+        tokens=zeros,
+        pos=zeros,
+        prefix=zeros + 1,
+        doc=zeros - 1,
+        target=zeros,
+        noisy_weight=zeros.float(),
+        clean_weight=zeros.float(),
+    )
 
 
 def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tensor, Tensor]:
     """The position of each mask, and where its block begins: both (M,).
 
-    grid: a mask stands in the place of each response token but the last, which has no target.
+    grid: a mask stands in the place of each response token but the last, which has no next token.
     Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short. every: a block of B
-    masks begins at each of these tokens, so there are about B times as many masks; the response's
-    end cuts blocks short.
+    masks begins in each of these places, for a decoder may meet any of them. That is about B times
+    as many masks. The last blocks are cut short.
     """
     mask_pos = torch.arange(prompt, length - 1)
     if blocks == "grid":
@@ -140,10 +148,10 @@ def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tens
 
 
 def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
-    """One example as [clean ; masks]; each weight is for a mean over the example's predictions.
+    """One example as [clean ; masks]; in each of the two losses its weights add up to 1.
 
     What differs from `naive_loss`: the last position of each stream, which predicts nothing, is
-    left out.
+    left out. An example without masks has no weights in the noisy loss.
     """
     x = torch.tensor(example.tokens)
     P = example.prompt_length
@@ -179,15 +187,15 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
 def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> list[Streams]:
     """What each forward of a step is fed, in process `rank` of `size`; all have equally many.
 
-    Of both losses the step's is the mean over its examples (of the noisy loss over those with
-    masks), as in the paper. With a row_width all forwards of all steps have one shape; else an
-    example's row is next to others of similar length.
+    Each loss of a step is the mean over its examples, the noisy one over those with masks. With a
+    row_width all forwards of all steps have one shape; else an example's row is next to others of
+    similar length.
     """
-    num_with_masks = sum(example.has_masks for example in examples)
+    num_with_masks = max(1, sum(example.has_masks for example in examples))
     streams = []
     for doc, example in enumerate(examples):
         layout = lay_out(example, recipe, doc)
-        layout.noisy_weight.div_(num_with_masks or 1)
+        layout.noisy_weight.div_(num_with_masks)
         layout.clean_weight.div_(len(examples))
         streams.append(layout)
     lengths = [len(each.tokens) for each in streams]
@@ -238,7 +246,8 @@ def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
 def losses(model: Qwen2, inputs: Streams, start: Qwen2 | None = None) -> tuple[Tensor, Tensor]:
     """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss.
 
-    With `start`, clean is the divergence KL(start || model) of the clean stream's predictions.
+    With `start`, clean (also in the log) is the divergence KL(start || model) of the clean stream's
+    predictions instead, per response token and over the whole vocabulary.
     """
 
     def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
