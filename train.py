@@ -468,6 +468,8 @@ def prepare(
     args: argparse.Namespace, device: torch.device, dtype: torch.dtype
 ) -> tuple[Qwen2, Chat, Dataset, Run, Recipe]:
     """What `train` needs; nothing has been written when a UserError stops it."""
+    if args.objective == "sft" and args.hold is not None:
+        raise UserError("--hold: only for --objective mars; without masks nothing would be learnt")
     rows = JsonlFile(args.data)  # first: a model may take long to download
     run = Run(args.out, what_decides(args, rows), args.resume)
     model, chat = open_model(args.model, device, args.seed)
@@ -494,7 +496,8 @@ def prepare(
     )
     data = Dataset(rows, chat, config.eos_token_id, args.max_length, args.seed)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    processes.say(f"{args.model}: {millions:.1f} M parameters on {device}; {len(rows)} rows")
+    machine = f"{processes.rank_and_size()[1]} x {device}"
+    processes.say(f"{args.model}: {millions:.1f} M parameters on {machine}; {len(rows)} rows")
     return model, chat, data, run, recipe
 
 

@@ -55,6 +55,7 @@ BAD_OPTIONS = [
     ("train --steps 1000000000000", "--steps: must be below 1e+09, not 1000000000000"),
     ("train --lr nan", "--lr: must be a number, not nan"),
     ("train --lr x", "--lr: invalid float value: 'x'"),
+    ("train --objective sft --hold 8", "--hold: only for --objective mars"),
     ("train --hold 8 --ar-weight 2", "--ar-weight: not allowed with argument --hold"),
     (f"train --seed {10**30}", "--seed: must be below 9.22337e+18, not 1"),
     ("train --max-length 4096", "--max-length 4096: the model has 2048 positions"),
