@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from bench import common
-from decode import Decoder, Options, Sequence
+from decode import Options, Sequence, generate
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
@@ -45,19 +45,6 @@ from plumbing.scheduler import num_in_common
 TIE = 1e-4
 TAUS = [0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
 SPEEDS = ["tokens/forward", "median", "repeat themselves"]
-
-
-def decode(
-    model: Qwen2, prompts: list[list[int]], rows: int, options: Options, label: str
-) -> list[Sequence]:
-    """`decode.generate` with a progress bar."""
-    longest = max(map(len, prompts)) + options.max_new
-    decoder = Decoder(model, options, min(rows, len(prompts)), longest)
-    answers = [decoder.add(prompt) for prompt in prompts]
-    with tqdm(total=len(answers), desc=label, leave=False, disable=None) as bar:  # in a terminal
-        for answer, _ in decoder:
-            bar.update(answer.done)
-    return answers
 
 
 # ------------------------------------------------------------------------ the columns of the table
@@ -232,16 +219,16 @@ def main() -> None:
     prompts = common.encode(chat, problems)
     given = given_responses(model, chat, problems)
 
-    answers = {"AR": decode(model, prompts, args.rows, plain, "AR")}
-    for label, options in ways.items():
-        if options != plain:
-            answers[label] = decode(model, prompts, args.rows, options, label)
+    ways = {"AR": plain} | {label: way for label, way in ways.items() if way != plain}
+    answers = {}
+    for label, options in tqdm(ways.items(), leave=False, disable=None):  # a bar in a terminal
+        answers[label] = generate(model, prompts, args.rows, **vars(options))
     rivals = ["AR"]
     other = None
     if args.against:
         rivals.append(args.against)
         other = load_other(args.against, model, chat)
-        answers[args.against] = decode(other, prompts, args.rows, plain, args.against)
+        answers[args.against] = generate(other, prompts, args.rows, **vars(plain))
 
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
     print(make_table(chat, problems, answers, rivals))

@@ -202,15 +202,14 @@ def test_the_gap_where_sampled_answers_part():
 )
 def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, num_ties):
     """It fails the command, unless it parted at a tie or bfloat16 may be the reason."""
-    right = quality.decode
 
-    def wrong(model, prompts, rows, options, label):
-        answers = right(model, prompts, rows, options, label)
-        if options.verify:
+    def wrong(*words, verify, **options):
+        answers = generate(*words, verify=verify, **options)
+        if verify:
             answers[0].text[answers[0].prompt_length + 3] += 1
         return answers
 
-    monkeypatch.setattr(quality, "decode", wrong)
+    monkeypatch.setattr(quality, "generate", wrong)
     monkeypatch.setattr(quality, "TIE", tie)
     done = command("bench.quality", *TOY, "--verify", "--limit", 3, "--dtype", dtype)
     assert done.status == status and tables(done.out)[0]["verify"][-1] == "2 of 3"
