@@ -87,13 +87,6 @@ def test_text_as_it_comes_is_the_text(tokenizer):
         assert shown == chat.decode(stream.tokens)
 
 
-def test_text_that_ends_or_begins_within_a_character():
-    chat = Chat(BASE)
-    first, *_, last = chat.encode("🙂")
-    for tokens, shown in (([first], ""), ([last, first, *chat.encode(" ok")], "\ufffd\ufffd ok")):
-        assert terminal.TextStream(chat).add(tokens) == shown
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -13,7 +13,6 @@ from common import ROOT, rows_of
 from decode import Decoder, Sequence, generate
 from kv_cache import KVCache
 from model import load
-from plumbing.data import make_example
 
 # -------------------------------------------------------------------------------- a conversation
 
@@ -162,6 +161,7 @@ def test_prompts_from_a_file(answer):
     problems = rows_of(ROOT / "toy/test.jsonl")[:7]
     given = [{"prompt": problem["prompt"]} for problem in problems]
     given[1] |= {"id": "slow", "tau": 1}
+    given[3] = {"question": given[3]["prompt"], "answer": "as in GSM8K"}
     given[2] = {"messages": [{"role": "user", "content": given[2]["prompt"]}], "id": None}
     with_mark = "\ufeff" + json.dumps(given[0])  # as some editors begin a file
     rows = answer([with_mark, *given[1:]], "--rows", 3, separator="\r\n\n")
@@ -169,7 +169,7 @@ def test_prompts_from_a_file(answer):
     assert list(rows[0]) == shape and list(rows[2]) == [shape[0], "messages", *shape[2:]]
     assert [row["id"] for row in rows] == [1, "slow", None, 7, 9, 11, 13]  # else the line
     for row, asked, problem in zip(rows, given, problems):
-        assert row.get("prompt") == asked.get("prompt")
+        assert row.get("prompt") == asked.get("prompt", asked.get("question"))
         assert row.get("messages") == asked.get("messages")
         assert row["response"].endswith(f"The answer is {problem['answer']}.")
         assert row["finish_reason"] == "stop"
@@ -177,17 +177,6 @@ def test_prompts_from_a_file(answer):
     assert all(row["tokens"] > 2 * row["forwards"] for row in rows[2:])
     plain = answer([problem["prompt"] for problem in problems], "--block-cache", 8)
     assert [row["response"] for row in plain] == [row["response"] for row in rows]
-
-
-def test_a_question_is_a_prompt(answer, chat):
-    """As the rows of GSM8K have it, in a file of prompts and in training."""
-    questions = [{"question": PROMPT, "answer": "43"}, {"prompt": None, "question": PROMPT}]
-    rows = answer([{"prompt": PROMPT}, *questions])
-    assert {row["prompt"] for row in rows} == {PROMPT}
-    assert {row["response"] for row in rows} == {rows[0]["response"]}
-    pair = {"question": PROMPT, "response": rows[0]["response"]}
-    [first, *others] = [make_example(row, chat, ends=(2,), max_length=512) for row in [*rows, pair]]
-    assert others == [first] * 3 and first.num_targets == rows[0]["tokens"]
 
 
 def test_every_prompt_of_a_file_has_its_own_draws(answer):

@@ -33,14 +33,6 @@ def toy_prompts(chat: Chat, count: int) -> list[list[int]]:
 # ------------------------------------------------------------------------------- what they share
 
 
-def test_all_ways_run_in_turn():
-    log = []
-    ways = {name: lambda name=name: log.append(name) or name for name in ("a", "b")}
-    results, seconds = common.in_turn(ways, 3, torch.device("cpu"))
-    assert log == ["a", "b"] * 3 and results == {"a": "a", "b": "b"}
-    assert all(len(times) == 3 for times in seconds.values())
-
-
 def test_the_last_number_of_an_answer_counts(toy):
     """Whether it is written as 78, 78.0 or 1,078."""
     assert common.last_number("1,080 plums, then 3. The answer is -12.5.") == -12.5
@@ -49,15 +41,6 @@ def test_the_last_number_of_an_answer_counts(toy):
     answer = SimpleNamespace(tokens=toy[1].encode("So Mia has 78 plums."))
     for right, wanted in [(True, 78.0), (True, "78"), (False, 78.5)]:
         assert common.are_right(toy[1], [answer], [{"answer": wanted}]) == [right]
-
-
-def test_problems_as_their_authors_publish_them():
-    """GSM8K has a question and worked steps; IFEval's prompts have no answers."""
-    [first, *_] = common.read_problems(ROOT / "bench/data/gsm8k/test.jsonl")
-    [question] = first["messages"]
-    assert question["content"].startswith("Janet") and common.last_number(first["answer"]) == 18
-    prompts = common.read_problems(ROOT / "bench/data/ifeval/test.jsonl", limit=2)
-    assert len(prompts) == 2 and "answer" not in prompts[0]
 
 
 def test_a_conversation_as_a_problem(tmp_path):

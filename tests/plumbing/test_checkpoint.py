@@ -2,7 +2,6 @@
 
 import json
 import math
-import stat
 
 import pytest
 import torch
@@ -59,13 +58,6 @@ def test_configs_that_are_refused(checkpoint, changes, message):
         edit_config(checkpoint, rope_parameters="absent")
     edit_config(checkpoint, **changes)
     with pytest.raises(UserError, match=message):
-        load(str(checkpoint))
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_json_that_is_no_object(checkpoint, name):
-    (checkpoint / name).write_text("[]")
-    with pytest.raises(UserError, match=f"{name}: expected a JSON object"):
         load(str(checkpoint))
 
 
@@ -129,13 +121,12 @@ def test_tensors_that_are_refused(checkpoint, change, message):
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_files_that_are_damaged(checkpoint, name):
     whole = (checkpoint / name).read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", b"nothing of the kind"):
-        (checkpoint / name).write_bytes(damaged)
-        with pytest.raises(UserError, match=f"{name}: (missing|cannot be read)"):
+    for damaged in (whole[: len(whole) // 2], b"", b"nothing of the kind", b"[]", None):
+        (checkpoint / name).unlink()
+        if damaged is not None:
+            (checkpoint / name).write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{name}: (missing|cannot be read|expected a JSON)"):
             load(str(checkpoint))
-    (checkpoint / name).unlink()
-    with pytest.raises(UserError, match=f"{name}: (missing|cannot be read)"):
-        load(str(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -198,11 +189,3 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
     with pytest.raises(UserError, match="not saved .*No space left"):
         save_model(model, chat, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
-
-
-def test_everybody_may_read_the_weights_who_may_read_the_config(checkpoint):
-    """safetensors makes files that only their owner may read."""
-    modes = set()
-    for path in checkpoint.iterdir():
-        modes.add(stat.S_IMODE(path.stat().st_mode))
-    assert len(modes) == 1
