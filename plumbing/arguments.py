@@ -12,6 +12,8 @@ from .cpu import can_pack, use_free_cores
 from .errors import UserError
 from .terminal import note
 
+NUMBERS = {int: "whole number", float: "number"}
+
 
 class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -50,8 +52,10 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{field.name.replace('_', '-')}", **how)
 
 
-def check_range(value: float, least: float, below: float) -> None:
-    """Raise ArgumentTypeError if not: least <= value < below."""
+def check_number(value: object, kind: type, least: float, below: float) -> None:
+    """Raise ArgumentTypeError if it is not of this kind (int or float), least <= value < below."""
+    if not isinstance(value, int) and not (kind is float and isinstance(value, float)):
+        raise argparse.ArgumentTypeError(f"must be a {NUMBERS[kind]}, not {value!r}")
     if isnan(value):
         raise argparse.ArgumentTypeError("must be a number, not nan")
     if value < least:
@@ -65,7 +69,7 @@ def number(kind: type = int, least: float = -inf, below: float = inf) -> Callabl
 
     def parse(text: str) -> float:
         value = kind(text)
-        check_range(value, least, below)
+        check_number(value, kind, least, below)
         return value
 
     parse.__name__ = kind.__name__  # argparse says: invalid int value: 'x'
@@ -91,21 +95,18 @@ def check_options(options: object) -> None:
     """Raise UserError for a field with an impossible value."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        facts = field.metadata
+        kind = field.metadata["kind"]
+        choices = field.metadata["choices"]
         if value is None and field.default is None:
             continue
-        try:
-            if facts["choices"] and value not in facts["choices"]:
-                words = ", ".join(facts["choices"])
-                raise argparse.ArgumentTypeError(f"must be one of {words}, not {value!r}")
-            if facts["kind"] is int and not isinstance(value, int):
-                raise argparse.ArgumentTypeError(f"must be a whole number, not {value!r}")
-            if facts["kind"] is float and not isinstance(value, int | float):
-                raise argparse.ArgumentTypeError(f"must be a number, not {value!r}")
-            if facts["kind"] in (int, float):
-                check_range(value, facts["least"], facts["below"])
-        except argparse.ArgumentTypeError as error:
-            raise UserError(f"{field.name}: {error}") from None
+        if choices and value not in choices:
+            words = ", ".join(choices)
+            raise UserError(f"{field.name}: must be one of {words}, not {value!r}")
+        if kind in NUMBERS:
+            try:
+                check_number(value, kind, field.metadata["least"], field.metadata["below"])
+            except argparse.ArgumentTypeError as error:
+                raise UserError(f"{field.name}: {error}") from None
 
 
 def check_tau(tau: float, metric: str) -> None:
@@ -128,7 +129,10 @@ def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
 
 
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of --device and --dtype; auto is the first of cuda, mps and cpu there is."""
+    """Device and dtype of --device and --dtype; auto is the first of cuda, mps and cpu there is.
+
+    On a CPU it also leaves busy cores to other programs: every command begins here.
+    """
     available = available_devices()
     names = {"auto": available[0], "cuda": "cuda:0", "mps:0": "mps", "cpu:0": "cpu"}
     name = names.get(device, device)
