@@ -31,9 +31,9 @@ from plumbing.data import Example
 from plumbing.errors import run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
-# Positions of a forward: one token; a token and B = 4 masks; five accepted tokens and their masks;
-# a token, four guesses and five groups of masks.
-WIDTHS = (1, 5, 9, 25)
+# Positions of a forward, and how many of them predict, with B = 4: one token; a token and its masks;
+# five accepted tokens and their masks; a token, four guesses and five groups of masks.
+NUM_PREDICTIONS = {1: 1, 5: 5, 9: 5, 25: 25}
 
 
 def print_table(title: str, unit: str, values: dict, head=(), cells: dict | None = None) -> None:
@@ -185,13 +185,12 @@ def widths(model: Qwen2, args) -> None:
     @torch.inference_mode()
     def forward(width: int) -> list:
         fed = [(0, pos, pos + 1) for pos in range(200, 200 + width)]
-        columns = torch.arange(width, device=model.device)[None]
+        fed = torch.tensor([fed], device=model.device)
+        columns = torch.arange(width - NUM_PREDICTIONS[width], width, device=model.device)[None]
         decoder.cache.reserve(width, [0])
-        return decoder.fast_forward(
-            torch.tensor([fed], device=model.device), columns, None
-        ).tolist()
+        return decoder.fast_forward(fed, columns, noise=None).tolist()
 
-    work = {f"{width}": functools.partial(forward, width) for width in WIDTHS}
+    work = {f"{width}": functools.partial(forward, width) for width in NUM_PREDICTIONS}
     common.in_turn(work, 2, model.device)  # start-up, not looked at
     _, seconds = common.in_turn(work, args.rounds, model.device)
     print_table("positions", "ms/forward", in_milliseconds(seconds))
