@@ -31,7 +31,7 @@ from plumbing.data import Example
 from plumbing.errors import run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
-# Positions of a forward, and how many of them predict, with B = 4: one token; a token and its masks;
+# Positions of a forward, and how many of them predict (B = 4): one token; a token and its masks;
 # five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_PREDICTIONS = {1: 1, 5: 5, 9: 5, 25: 25}
 
