@@ -12,13 +12,10 @@ What is unusual here:
   * the noisy stream holds response positions only: [clean ; masks]. The paper's also repeats the
     prompt, unmasked, which computes clean positions a second time; the loss is the same;
   * every target is weighted relative to the whole step, so the loss does not depend on how a step
-    is packed, cut into forwards and split among processes;
-  * the shuffle is a function of (seed, epoch): there is no random state to save, and a run that was
-    killed continues bit for bit (`--resume`, on a CPU, with as many threads);
+    is packed, cut into forwards and split among processes (torchrun and FSDP2);
+  * a run that was killed continues bit for bit (`--resume`, on a CPU, with as many threads);
   * two options are not the paper's: `--hold` holds the clean stream to what the model predicted
     before training, `--blocks every` has a block of masks at every token.
-
-Under torchrun the same loop shards the model and splits the forwards of each step (FSDP2).
 """
 
 import argparse
@@ -38,11 +35,11 @@ from torch import Tensor
 from model import Config, Qwen2, add_mask_token, initialize, load, visible
 from plumbing import processes
 from plumbing.arguments import Parser, find_device, number
-from plumbing.attention import attend_flex, block_mask, can_use_flex
+from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
 from plumbing.config import read_config
 from plumbing.data import Dataset, Example
-from plumbing.errors import UserError, naming
+from plumbing.errors import UserError
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import fill_rows, grouped, packed, round_up
@@ -115,18 +112,7 @@ class Streams(NamedTuple):
         return Streams(*(field.to(device) for field in self))
 
 
-def padding(length: int) -> Streams:
-    """Positions of no example, which predict nothing."""
-    zeros = torch.zeros(length, dtype=torch.long)
-    return Streams(
-        tokens=zeros,
-        pos=zeros,
-        prefix=zeros + 1,
-        doc=zeros - 1,
-        target=zeros,
-        noisy_weight=zeros.float(),
-        clean_weight=zeros.float(),
-    )
+PADDING = {"prefix": 1, "doc": -1}  # the other fields are 0 at positions of no example
 
 
 def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tensor, Tensor]:
@@ -134,8 +120,7 @@ def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tens
 
     grid: a mask stands in the place of each response token but the last, which has no next token.
     Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short. every: a block of B
-    masks begins in each of these places, for a decoder may meet any of them. That is about B times
-    as many masks. The last blocks are cut short.
+    masks begins in each of these places, because a decoder may meet any of them.
     """
     mask_pos = torch.arange(prompt, length - 1)
     if blocks == "grid":
@@ -150,8 +135,8 @@ def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tens
 def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     """One example as [clean ; masks]; in each of the two losses its weights add up to 1.
 
-    What differs from `naive_loss`: the last position of each stream, which predicts nothing, is
-    left out. An example without masks has no weights in the noisy loss.
+    The last position of each stream, which predicts nothing, is left out. An example without masks
+    has no weights in the noisy loss.
     """
     x = torch.tensor(example.tokens)
     P = example.prompt_length
@@ -187,9 +172,7 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
 def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> list[Streams]:
     """What each forward of a step is fed, in process `rank` of `size`; all have equally many.
 
-    Each loss of a step is the mean over its examples, the noisy one over those with masks. With a
-    row_width all forwards of all steps have one shape; else an example's row is next to others of
-    similar length.
+    Each loss of a step is the mean over its examples, the noisy one over those with masks.
     """
     num_with_masks = max(1, sum(example.has_masks for example in examples))
     streams = []
@@ -203,20 +186,20 @@ def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> l
         plans = grouped(lengths, recipe.batch_tokens, size)
     else:
         plans = packed(lengths, recipe.row_width, recipe.batch_tokens, size)
-    result = []
-    for rows, width in plans[rank::size]:
-        filled = [[streams[i] for i in row] for row in rows]
-        result.append(fill_rows(filled, width, padding))
-    return result
+    return [fill_rows(streams, rows, width, PADDING) for rows, width in plans[rank::size]]
 
 
 # --------------------------------------------------------------------------------------------- loss
 
 
+def can_use_flex(model: Qwen2) -> bool:
+    return model.device.type == "cuda" and model.config.head_dim >= 16  # it takes no smaller heads
+
+
 def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
-    """Hidden states (R, T, D) of both streams."""
+    """Hidden states (R, T, D) of both streams, by FlexAttention where it runs."""
     fields = (inputs.pos, inputs.prefix, inputs.doc)
-    if can_use_flex(model.device, model.config.head_dim):
+    if can_use_flex(model):
         return model(inputs.tokens, inputs.pos, block_mask(visible, *fields), kernel=attend_flex)
     queries = [field[:, None, :, None] for field in fields]
     keys = [field[:, None, None, :] for field in fields]
@@ -291,22 +274,18 @@ def look_ahead(model: Qwen2, examples: list[Example], recipe: Recipe) -> list[fl
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
     The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
-    k ahead, a forward would yield about 1 + s_2 + s_2 s_3 + ... tokens if every right guess were
-    accepted.
+    k ahead, `--verify` gives about 1 + s_2 + s_2 s_3 + ... tokens per forward.
     """
     bins = (recipe.block or 0) + 2
     right = torch.zeros(bins).double()
     count = torch.zeros(bins).double()
-
-    def best_token(hidden: Tensor) -> Tensor:
-        return model.logits(hidden).argmax(-1)
-
     for inputs in forward_inputs(examples, recipe):
         inputs = inputs.to(model.device)
         ahead = torch.where(inputs.is_mask, inputs.pos - inputs.prefix + 2, 1)
         at = (inputs.noisy_weight + inputs.clean_weight).nonzero(as_tuple=True)
         with processes.arithmetic_in(recipe.dtype, model.device):
-            best = model.in_chunks(best_token, hidden_states(model, inputs)[at])
+            hidden = hidden_states(model, inputs)[at]
+            best = model.in_chunks(lambda some: model.logits(some).argmax(-1), hidden)
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
@@ -324,7 +303,7 @@ def learning_rate(peak: float, progress: float) -> float:
     """Linear warm-up, then a cosine to zero; progress is the share of the run that is done."""
     if progress < WARMUP:
         return peak * progress / WARMUP
-    after_warmup = min(1.0, (progress - WARMUP) / (1 - WARMUP))
+    after_warmup = (progress - WARMUP) / (1 - WARMUP)
     return peak * 0.5 * (1 + math.cos(math.pi * after_warmup))
 
 
@@ -332,24 +311,7 @@ def share_done(args: argparse.Namespace, step: int, data: Dataset) -> float:
     """Fraction of the run that is done: of --steps if given, else of the rows of all epochs."""
     if args.steps:
         return step / args.steps
-    num_rows = args.epochs * len(data.training)
-    return min(1.0, data.consumed / num_rows)  # the last step may take a few rows more
-
-
-def update(model: Qwen2, optimizer: torch.optim.Optimizer, rate: float, is_held: bool) -> float:
-    """Change the weights by the gradients, which are clipped and forgotten; their norm before.
-
-    is_held: a step without masks may then have nothing to learn.
-    """
-    norm = processes.clip_gradients(model, CLIP)
-    is_dead = norm == 0 and not is_held  # hidden states overflow
-    if is_dead or not math.isfinite(norm):
-        raise UserError(f"the gradient's norm is {norm:g}; try a smaller --lr")
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    return min(1.0, data.consumed / (args.epochs * len(data.training)))
 
 
 def train(
@@ -380,8 +342,13 @@ def train(
             # The rate at the middle of the step: neither the first nor the last step has rate 0.
             rate = learning_rate(args.lr, (before + done) / 2)
             sums = add_gradients(model, examples, recipe)
-            with naming(f"step {step}"):
-                norm = update(model, optimizer, rate, is_held=recipe.start is not None)
+            norm = processes.clip_gradients(model, CLIP)
+            if not math.isfinite(norm):
+                raise UserError(f"step {step}: the gradient's norm is {norm}; try a smaller --lr")
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
 
             noisy, clean = processes.total(sums).tolist()
             num_tokens = sum(len(example.tokens) for example in examples)
@@ -459,7 +426,7 @@ def open_model(name: str, device: torch.device, seed: int) -> tuple[Qwen2, Chat]
 
 def packed_width(model: Qwen2, longest: int) -> int | None:
     """The width of packed rows. None: no packing, for dense attention costs the width's square."""
-    if not can_use_flex(model.device, model.config.head_dim):
+    if not can_use_flex(model):
         return None
     return round_up(3 * longest // 2, 32)  # room for the longest example and a short one
 

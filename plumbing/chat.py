@@ -29,17 +29,17 @@ class Chat:
         self.tokenizer.no_truncation()  # transformers saves what it was last called with
         self.tokenizer.no_padding()
         self.settings = {}
-        self.special: dict[str, str] = {}  # eos_token and the like
         if (directory / "tokenizer_config.json").exists():
             self.settings = read_json(directory / "tokenizer_config.json")
         with failure_as(f"{directory}: the chat template is damaged"):
             self.template = self.settings.pop("chat_template", None) or CHATML
             if (directory / "chat_template.jinja").exists():
                 self.template = (directory / "chat_template.jinja").read_text("utf-8")
-            for name, token in self.settings.items():  # some as text, some as an object
+            names = {}  # eos_token and the like, some as text, some as an object
+            for name, token in self.settings.items():
                 if name.endswith("_token") and token:
-                    self.special[name] = token["content"] if isinstance(token, dict) else token
-            self._render = compile_template(self.template, self.special)
+                    names[name] = token["content"] if isinstance(token, dict) else token
+            self.render = compile_template(self.template, names)
 
     @property
     def mask_id(self) -> int | None:
@@ -48,10 +48,9 @@ class Chat:
     def prompt(self, messages: list[dict]) -> str:
         """The text that asks for the assistant's next turn (transformers: apply_chat_template)."""
         with failure_as("the chat template refuses this conversation"):
-            return self._render(messages=messages, add_generation_prompt=True)
+            return self.render(messages=messages, add_generation_prompt=True)
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:
-        """The token ids of `prompt`."""
         return self.encode(self.prompt(messages))
 
     def encode(self, text: str) -> list[int]:

@@ -47,15 +47,11 @@ class Checkpoints:
                 if leads():
                     write_json(temporary / "progress.json", progress)
                     temporary.rename(path)
-                    self.remove_old()
+                    for old in self.paths()[:-KEPT]:
+                        shutil.rmtree(old.rename(old.with_suffix(".removed.tmp")))
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
                 raise
-
-    def remove_old(self) -> None:
-        for path in self.paths()[:-KEPT]:
-            renamed = path.rename(path.with_suffix(".removed.tmp"))  # not where `save` writes
-            shutil.rmtree(renamed)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the newest checkpoint, in place."""

@@ -12,10 +12,6 @@ from .jsonl import JsonlFile, with_prompt
 NUM_HELD_OUT = 64  # rows to evaluate on; at most a tenth of the file
 
 
-class Unusable(UserError):
-    """Why a row cannot be trained on; such rows are skipped and counted."""
-
-
 @dataclass
 class Example:
     tokens: list[int]  # prompt, response and, unless it was cut, the end-of-turn token
@@ -23,69 +19,68 @@ class Example:
     has_masks: bool = True  # False: it has the clean stream only
 
     @property
-    def num_targets(self) -> int:
-        """How many tokens are to be predicted."""
-        return len(self.tokens) - self.prompt_length
-
-    @property
     def response(self) -> list[int]:
         return self.tokens[self.prompt_length :]
+
+    @property
+    def num_targets(self) -> int:
+        """How many tokens are to be predicted."""
+        return len(self.response)
 
 
 def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) -> Example:
     """A row as an example: the last assistant turn is the response, all before it the prompt.
 
-    A row has `messages`, or a `prompt` (or `question`) and a `response`. If it has a
-    `finish_reason` that is "length", the response was cut and does not end its turn. `"masks":
-    false` is for a response that is not the likeliest, such as one drawn at a temperature: its
-    clean stream is trained, but not its masks.
+    A row has `messages`, or a `prompt` (or `question`) and a `response`. The `finish_reason`
+    "length" says that the response was cut and does not end its turn; `"masks": false`, that it is
+    not the likeliest (drawn at a temperature, say): its clean stream is trained, not its masks.
 
-    ends: all tokens at which a decoder would stop. The first ends the response.
+    ends: all tokens at which a decoder would stop. The first ends the response. UserError says why
+    a row cannot be trained on.
     """
     messages = conversation(row)
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
     if not messages:
-        raise Unusable("no assistant turn")
+        raise UserError("no assistant turn")
     prompt = encode_all_turns(messages[:-1], chat)
     response = chat.encode(messages[-1]["content"])
     if not response:
-        raise Unusable("an empty response")
+        raise UserError("an empty response")
     if not {chat.mask_id, *ends}.isdisjoint(response):  # never predicted, or only at the end
-        raise Unusable("a mask or end-of-turn token in the response")
+        raise UserError("a mask or end-of-turn token in the response")
     if not 0 < len(prompt) < max_length:
-        raise Unusable(f"prompt of {max_length} tokens or more")
+        raise UserError(f"prompt of {max_length} tokens or more")
     tokens = prompt + response
     if row.get("finish_reason") != "length":
         tokens.append(ends[0])
-    has_masks = row.get("masks") is not False
-    return Example(tokens[:max_length], len(prompt), has_masks)
+    return Example(tokens[:max_length], len(prompt), has_masks=row.get("masks") is not False)
 
 
 def encode_prompt(row: dict, chat: Chat) -> list[int]:
     """Token ids of a row that asks, by the rules of training; a `response` is left out."""
     messages = conversation({name: row[name] for name in row if name != "response"})
     if messages[-1]["role"] == "assistant":
-        raise Unusable("the last message is the assistant's")
+        raise UserError("the last message is the assistant's")
     return encode_all_turns(messages, chat)
 
 
 def conversation(row: dict) -> list[dict]:
-    """The messages of a row, its `response` included; Unusable if one is not plain text."""
+    """The messages of a row, its `response` included; UserError if one is not plain text."""
     row = with_prompt(row)
     messages = row.get("messages")
     if messages is None and "prompt" in row:
         messages = [{"role": "user", "content": row["prompt"]}]
     is_list = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not is_list or not messages:
-        raise Unusable("neither messages nor a prompt")
+        raise UserError("neither messages nor a prompt")
     if "response" in row and messages[-1].get("role") != "assistant":
         messages = [*messages, {"role": "assistant", "content": row["response"]}]
     for message in messages:
         if message.get("function_calls") or message.get("tool_calls"):
-            raise Unusable("a tool call")  # the content lacks it
+            raise UserError("a tool call")  # the content lacks it
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise Unusable("content that is not text, or no role")
+            raise UserError("content that is not text, or no role")
     return messages
 
 
@@ -95,7 +90,7 @@ def encode_all_turns(messages: list[dict], chat: Chat) -> list[int]:
     for message in messages:
         said = message["content"].split("</think>")[-1]  # Qwen3's template drops former thoughts
         if said.strip() not in text:  # and Qwen2.5's some roles
-            raise Unusable("a turn that the chat template drops")
+            raise UserError("a turn that the chat template drops")
     return chat.encode(text)
 
 
@@ -126,18 +121,17 @@ class Dataset:
         self.training = order[num_held_out:]
         self.epoch = -1
         self.skipped: Counter[str] = Counter()
-        held_out = [self.example(index) for index in order[:num_held_out]]
-        self.held_out = [example for example in held_out if example]
-        skipped = self.skipped.copy()
         if not any(self.example(index) for index in self.training):
             raise UserError(f"{self.rows.path}: no usable row: {self.reasons()}")
-        self.skipped = skipped  # without the rows that were only tried here
+        self.skipped.clear()  # those rows were only tried
+        held_out = [self.example(index) for index in order[:num_held_out]]
+        self.held_out = [example for example in held_out if example]
 
     def example(self, index: int) -> Example | None:
-        """A row's example, or None; why it is unusable is counted, once for all epochs."""
+        """A row's example, or None; the first epoch counts why a row is unusable."""
         try:
             return make_example(self.rows[index], self.chat, self.ends, self.max_length)
-        except UserError as reason:  # also of the chat template
+        except UserError as reason:
             if self.epoch <= 0:
                 self.skipped[str(reason)] += 1
             return None

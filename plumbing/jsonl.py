@@ -43,17 +43,11 @@ class JsonlFile:
 
 def parse_object(line: bytes, where: str) -> dict:
     """The JSON object in a line; anything else is a UserError."""
-    text = decode(line, where)
-    with failure_as(f"{where}: not JSON; is the line cut short?"):
-        row = json.loads(text)
+    with failure_as(f"{where}: not JSON; is the line cut short, or the file compressed?"):
+        row = json.loads(line)
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but {str(row)[:40]}")
     return row
-
-
-def decode(line: bytes, where: str) -> str:
-    with failure_as(f"{where}: not UTF-8; is it compressed or parquet? convert it"):
-        return line.decode("utf-8-sig")  # a file may begin with a byte order mark
 
 
 def read_rows(file: Path) -> dict[int, dict]:
@@ -61,8 +55,8 @@ def read_rows(file: Path) -> dict[int, dict]:
 
     It is JSONL if it begins with "{" (blank lines aside); else each line is a prompt.
     """
-    content = file.read_bytes()
-    is_jsonl = content.removeprefix(BOM_UTF8).lstrip().startswith(b"{")
+    content = file.read_bytes().removeprefix(BOM_UTF8)
+    is_jsonl = content.lstrip().startswith(b"{")
     rows = {}
     for line_number, line in enumerate(content.splitlines(), start=1):
         where = f"{file}:{line_number}"
@@ -71,7 +65,8 @@ def read_rows(file: Path) -> dict[int, dict]:
         if is_jsonl:
             rows[line_number] = with_prompt(parse_object(line, where))
         else:
-            rows[line_number] = {"prompt": decode(line, where).strip()}
+            with failure_as(f"{where}: not UTF-8"):
+                rows[line_number] = {"prompt": line.decode().strip()}
     if not rows:
         raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
     return rows

@@ -1,10 +1,6 @@
 """Pack sequences of unequal length into few rectangular forwards."""
 
-from collections.abc import Callable
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -29,22 +25,17 @@ def packed(lengths: list[int], width: int, positions: int, num_processes: int) -
 
 
 def pack(lengths: list[int], width: int) -> list[list[int]]:
-    """Which sequences share a row: the longest first, each in the fullest row with room for it.
+    """Which sequences share a row: the longest first, each in the first row with room for it.
 
-    (Best-fit decreasing, a classic of bin packing: of many rows at most 11/9 of the fewest.)
+    (First-fit decreasing, a classic of bin packing: of many rows at most 11/9 of the fewest.)
     """
     rows: list[list[int]] = []
-    room: list[int] = []  # in each row
     for i in longest_first(lengths):
-        fits = [row for row in range(len(rows)) if room[row] >= lengths[i]]
-        if fits:
-            row = min(fits, key=lambda row: room[row])
+        with_room = [row for row in rows if sum(lengths[j] for j in row) + lengths[i] <= width]
+        if with_room:
+            with_room[0].append(i)
         else:
-            row = len(rows)
-            rows.append([])
-            room.append(width)
-        rows[row].append(i)
-        room[row] -= lengths[i]
+            rows.append([i])
     return rows
 
 
@@ -76,21 +67,21 @@ def longest_first(lengths: list[int]) -> list[int]:
 
 
 def fill_rows(
-    rows: list[list[NamedTuple]], width: int, padding: Callable[[int], NamedTuple]
+    sequences: list[NamedTuple], rows: list[list[int]], width: int, padding: dict[str, int]
 ) -> NamedTuple:
     """Join the sequences of each row and pad it to `width`: every field becomes (rows, width).
 
-    A sequence is a NamedTuple of tensors (T,); `padding(T)` is one that fills T positions.
+    A sequence is a NamedTuple of tensors (T,). padding: the values of the fields that are not
+    padded with 0.
     """
-    filled = []
-    for row in rows:
-        num_free = width - sum(len(sequence[0]) for sequence in row)
-        filled.append(combine(torch.cat, [*row, padding(num_free)]))
-    return combine(torch.stack, filled)
-
-
-def combine(function: Callable[[list[Tensor]], Tensor], parts: list[NamedTuple]) -> NamedTuple:
-    """One NamedTuple of several, field by field: `function` is torch.cat or torch.stack."""
-    kind = type(parts[0])
-    fields = {name: function([getattr(part, name) for part in parts]) for name in kind._fields}
-    return kind(**fields)
+    fields = {}
+    for name, tensor in sequences[0]._asdict().items():
+        filled = tensor.new_full((len(rows), width), padding.get(name, 0))
+        for row, indices in enumerate(rows):
+            end = 0
+            for i in indices:
+                begin = end
+                end += len(sequences[i][0])
+                filled[row, begin:end] = getattr(sequences[i], name)
+        fields[name] = filled
+    return type(sequences[0])(**fields)

@@ -85,9 +85,8 @@ def shard(model: nn.Module, dtype: torch.dtype) -> None:
     """
     mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in [*model.model.layers, model]:
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
     fsdp.register_fsdp_forward_method(model, "in_chunks")
 
 
@@ -112,10 +111,9 @@ def total(tensor: Tensor) -> Tensor:
 
 def largest(number: int, device: torch.device) -> int:
     """The largest of all processes' numbers."""
-    if not dist.is_initialized():
-        return number
     tensor = torch.tensor(number, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return int(tensor)
 
 

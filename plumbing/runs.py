@@ -44,27 +44,22 @@ class Run:
         self.out = out
         self.settings = settings
         self.checkpoints = Checkpoints(out / "checkpoints")
-        self.found = self._progress_to_resume(resume)
-        self.step = self.saved_step = self.found["step"] if self.found else 0
+        self.step = self.saved_step = 0
         self.data = None
-
-    def _progress_to_resume(self, resume: bool) -> dict | None:
-        """The newest checkpoint's progress, or None for a new run; UserError for a conflict."""
-        newest = self.checkpoints.newest()
-        if newest and resume:
-            for name, value in self.settings.items():
-                before = newest["run"].get(name)
+        self.found = self.checkpoints.newest()  # progress to resume from
+        if self.found and resume:
+            self.step = self.saved_step = self.found["step"]
+            for name, value in settings.items():
+                before = self.found["run"].get(name)
                 if value != before:
-                    raise UserError(f"{name} {value}: the run in {self.out} has {before}")
-            return newest
-        if newest and not newest["finished"]:
+                    raise UserError(f"{name} {value}: the run in {out} has {before}")
+        elif self.found and not self.found["finished"]:
             what = "has an unfinished run; --resume it, delete it or choose another --out"
-            raise UserError(f"--out {self.out}: {what}")
-        if newest or has_model(self.out):
-            raise UserError(f"--out {self.out}: has a model; delete it or choose another --out")
-        if resume:
-            say(f"{self.out}: no checkpoint to resume from; starting from the beginning")
-        return None
+            raise UserError(f"--out {out}: {what}")
+        elif self.found or has_model(out):
+            raise UserError(f"--out {out}: has a model; delete it or choose another --out")
+        elif resume:
+            say(f"{out}: no checkpoint to resume from; starting from the beginning")
 
     def __enter__(self) -> "Run":
         """Open log and progress bar, remove what a kill left, and catch signals."""
@@ -72,23 +67,22 @@ class Run:
             if leads():
                 self.out.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(self.out)
-                self.log_file = self._open_log()
+                self.open_log()
         self.bar = tqdm(total=100, bar_format=BAR, disable=None if leads() else True)
         self.last_line = time.monotonic()
         self.stop_signal = StopSignal()
         return self
 
-    def _open_log(self):
-        """log.jsonl without the steps that no checkpoint holds: they will be logged again."""
+    def open_log(self) -> None:
+        """Open log.jsonl, without the steps that no checkpoint holds: they are logged again."""
         log = self.out / "log.jsonl"
-        lines = []
-        if self.found and log.exists():
-            lines = log.read_text().splitlines(keepends=True)[: self.step]  # one for each step
+        log.touch()
+        lines = log.read_text().splitlines(keepends=True)[: self.step]  # one for each step
         atomic_write(log, lambda file: file.write_text("".join(lines)))
-        return open(log, "a")
+        self.log_file = open(log, "a")
 
     def start(self, model, optimizer, chat, data) -> int:
-        """The number of the step to go on from; what a checkpoint of it holds is loaded."""
+        """The number of the step to go on from; its checkpoint is loaded into what is given."""
         self.model = model
         self.optimizer = optimizer
         self.chat = chat
@@ -108,7 +102,7 @@ class Run:
             self.log_file.write(json.dumps(record) + "\n")
             self.log_file.flush()
         self.bar.set_postfix({name: record[name] for name in SHOWN if name in record})
-        self.bar.update(100 * min(1.0, share_done) - self.bar.n)
+        self.bar.update(100 * share_done - self.bar.n)
         if self.bar.disable and time.monotonic() > self.last_line + 60:
             self.last_line = time.monotonic()
             say(f"{share_done:4.0%}: {self.bar.postfix}")

@@ -20,9 +20,9 @@ class StopSignal:
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number and signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                self.former[number] = signal.signal(number, self._remember)
+                self.former[number] = signal.signal(number, self.remember)
 
-    def _remember(self, number: int, frame: object) -> None:
+    def remember(self, number: int, frame: object) -> None:
         self.number = number
         if "LOCAL_RANK" not in os.environ:
             self.restore()

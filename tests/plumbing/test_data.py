@@ -10,7 +10,7 @@ from training import write
 
 from plumbing import data
 from plumbing.chat import Chat
-from plumbing.data import Dataset, Unusable, encode_prompt, make_example
+from plumbing.data import Dataset, encode_prompt, make_example
 from plumbing.errors import UserError
 from plumbing.jsonl import JsonlFile, read_rows
 
@@ -47,10 +47,10 @@ def test_a_pipe_is_refused():
     "content, message",
     [
         (b"", "empty"),
-        (b'{"a": 1}\n\n[1, 2]\n', r"bad.jsonl:3: not a JSON object"),
-        (b'{"a": "1"}\r\n{"a": "2', r"bad.jsonl:2: not JSON; is the line cut short?"),
-        (gzip.compress(b"{}", mtime=0), "bad.jsonl:1: not UTF-8; is it compressed or parquet?"),
-        (b"\xff\xfe{\x00", r"bad.jsonl:1: not UTF-8"),
+        (b'{"a": 1}\n\n[1, 2]\n', "bad.jsonl:3: not a JSON object"),
+        (b'{"a": "1"}\r\n{"a": "2', "bad.jsonl:2: not JSON; is the line cut short"),
+        (gzip.compress(b"{}", mtime=0), "bad.jsonl:1: not JSON; .* or the file compressed?"),
+        (b"\xff\xfe{\x00", "bad.jsonl:1: not JSON"),
     ],
 )
 def test_bad_data_files(tmp_path, content, message):
@@ -73,10 +73,8 @@ def test_the_last_assistant_turn_is_trained(chat):
     assert example.tokens[: example.prompt_length] == chat.encode_prompt([user, assistant, user])
     answered = {"id": 1, "messages": [user, assistant, user], "response": last["content"]}
     assert make_example(answered, chat, ENDS, 512) == example  # as apps.batch writes it
-    pair = {"prompt": "the user", "response": "So Mia has 12 plums."}
-    assert make_example(pair, chat, ENDS, 512) == make_example(
-        {"messages": [user, last]}, chat, ENDS, 512
-    )
+    pair = make_example({"prompt": "the user", "response": last["content"]}, chat, ENDS, 512)
+    assert pair == make_example({"messages": [user, last]}, chat, ENDS, 512)
 
 
 def test_a_cut_response_has_no_end_of_turn_target(chat):
@@ -88,6 +86,7 @@ def test_a_cut_response_has_no_end_of_turn_target(chat):
     assert cut.tokens == whole.tokens[:-1] and ENDS[0] not in cut.response
     assert make_example({**row, "finish_reason": "stop"}, chat, ENDS, 512) == whole
     assert make_example({**row, "finish_reason": "length"}, chat, ENDS, 512) == cut
+    assert whole.has_masks and not make_example({**row, "masks": False}, chat, ENDS, 512).has_masks
 
 
 def test_a_prompt_is_what_training_has(chat):
@@ -100,12 +99,6 @@ def test_a_prompt_is_what_training_has(chat):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     with pytest.raises(UserError, match="the last message is the assistant's"):
         encode_prompt({"messages": turns}, chat)
-
-
-def test_a_row_without_masks(chat):
-    row = {"prompt": "How many?", "response": "12"}
-    assert make_example(row, chat, ENDS, 512).has_masks
-    assert not make_example(row | {"masks": False}, chat, ENDS, 512).has_masks
 
 
 def test_unusable_rows_say_why(chat):
@@ -135,11 +128,10 @@ def test_a_turn_that_the_template_drops(chat, tmp_path):
     template = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
     (tmp_path / "chat_template.jinja").write_bytes(template.read_bytes())
     (tmp_path / "tokenizer.json").write_bytes((ROOT / "toy/base/tokenizer.json").read_bytes())
-    tool = {"role": "environment", "content": " 12 "}
-    row = {"messages": [{"role": "user", "content": "Hi"}, tool]}
-    row["messages"].append({"role": "assistant", "content": "Hello"})
+    contents = {"user": "Hi", "environment": " 12 ", "assistant": "Hello"}
+    row = {"messages": [{"role": role, "content": text} for role, text in contents.items()]}
     assert "12" in chat.decode(make_example(row, chat, ENDS, 512).tokens)
-    with pytest.raises(Unusable, match="a turn that the chat template drops"):
+    with pytest.raises(UserError, match="a turn that the chat template drops"):
         make_example(row, Chat(tmp_path), ENDS, 512)
 
 
@@ -165,9 +157,8 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
     assert {chat.decode(e.response) for e in other.held_out} != held_out
 
 
-@pytest.mark.parametrize("count", [3, 40])
-def test_a_file_without_a_usable_row_stops(chat, tmp_path, count):
-    """Also if held-out rows are among the skipped ones: nobody looks for one forever."""
-    rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * count)
-    with pytest.raises(UserError, match=f"no usable row: {count} neither messages"):
+def test_a_file_without_a_usable_row_stops(chat, tmp_path):
+    """Nobody looks for one forever."""
+    rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * 3)
+    with pytest.raises(UserError, match="no usable row: 3 neither messages"):
         Dataset(rows, chat, ENDS, max_length=512, seed=0)
