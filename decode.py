@@ -80,7 +80,7 @@ class Options:
         kind=float,
     )
     metric: str = option("probability", "measure of confidence", choices=METRICS)
-    block: int | None = option(None, "B, the number of masks (default: as in training)", int, 1)
+    block: int | None = option(None, "B, the number of masks (default: as in training)", int, 1, 1000)
     block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, 1)
     verify: bool = option(False, "lossless: the text of --tau 1, in fewer forwards")
     max_new: int = option(256, "maximum number of new tokens", least=1)

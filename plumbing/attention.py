@@ -5,6 +5,7 @@
 
 import functools
 import itertools
+import types
 from collections.abc import Callable
 
 import torch
@@ -45,9 +46,11 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:
-    """A forward for static shapes; on a GPU as one CUDA graph, which needs no Python.
+    """A method for static shapes; on a GPU as one CUDA graph, which needs no Python.
 
-    Guards on the model's modules (half a millisecond a token) are left out: nobody changes them.
+    Guards on the model's modules would take half a millisecond a token, so they are left out. Torch
+    keeps what it compiled with the code of a function; so that no object gets what was compiled for
+    another's modules, each has a copy of the code.
     """
     for tensor in (cache.places, *itertools.chain(*cache.layers)):
         torch._dynamo.mark_static_address(tensor)  # or a CUDA graph would copy it at each forward
@@ -56,14 +59,13 @@ def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:
         "triton.cudagraphs": cache.device.type == "cuda",
         "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
     }
-    return torch.compile(forward, dynamic=False, options=options)
+    function = forward.__func__
+    own = types.FunctionType(function.__code__.replace(), function.__globals__)
+    own = types.MethodType(own, forward.__self__)
+    return torch.compile(own, dynamic=False, options=options)
 
 
 # ---------------------------------------------------------------------------------------- training
-
-
-def can_use_flex(device: torch.device, head_dim: int) -> bool:
-    return device.type == "cuda" and head_dim >= 16  # FlexAttention takes no smaller heads
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:

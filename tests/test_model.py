@@ -201,3 +201,16 @@ def test_the_mask_takes_a_free_row_or_a_new_one(tmp_path, tied, num_free):
     assert logits.shape[-1] == model.config.vocab_size
     assert logits[..., num_tokens].max() == float("-inf")
     assert logits[..., :num_tokens].isfinite().all()
+
+
+def test_chunks_keep_their_order(monkeypatch):
+    """However many there are, with their gradients."""
+    model = tiny_model(random.Random(0))
+    x = torch.randn(7, 3).double().requires_grad_()
+    y = torch.randn(7).double()
+    for at_a_time in (8, 16, 1000):
+        monkeypatch.setattr("model.LOGITS_AT_A_TIME", at_a_time)
+        found = model.in_chunks(lambda x, y: x.square().sum(-1) * y, x, y)
+        assert torch.allclose(found, x.square().sum(-1) * y)
+        [gradient] = torch.autograd.grad((found * y).sum(), x)
+        assert torch.allclose(gradient, 2 * x * y[:, None].square())

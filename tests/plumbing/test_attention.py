@@ -107,3 +107,28 @@ def test_inductor_is_eager(dtype):
     model.requires_grad_()
     model.logits(model(torch.tensor([[2, 3]]), torch.arange(2)[None], None)[0]).sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_two_compiled_models_do_not_share_a_graph(monkeypatch):
+    """They had one: guards on modules are skipped, so the second got the first one's epsilon."""
+    torch._dynamo.reset()
+    compile_ = torch.compile
+
+    def with_real_guards(forward, dynamic, options):
+        options = {"guard_filter_fn": options["guard_filter_fn"]}
+        return compile_(forward, dynamic=dynamic, options=options, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", with_real_guards)
+    texts = []
+    for eps in (1e-6, 30.0):
+        model = tiny_model(random.Random(7)).requires_grad_(False)
+        model.config.rms_norm_eps = eps
+        for module in model.modules():
+            if isinstance(module, torch.nn.RMSNorm):
+                module.eps = eps
+        how = {"tau": 0.3, "temperature": 1.0, "max_new": 30}
+        [eager] = generate(model, [[2, 3] * 9], **how)
+        [static] = generate(model, [[2, 3] * 9], **how, compile=True)
+        assert outcome(static) == outcome(eager)
+        texts.append(eager.tokens)
+    assert texts[0] != texts[1]
