@@ -105,13 +105,12 @@ class Story:
     def __init__(self, rng: random.Random):
         self.rng = rng
         self.total = 0
-        names, they = (GIRLS, "She") if rng.random() < 0.5 else (BOYS, "He")
-        self.words = {
-            "n": rng.choice(names),
-            "they": they,
-            "t": rng.choice(THINGS),
-            "c": rng.choice(BOXES),
-        }
+        if rng.random() < 0.5:
+            self.words = {"n": rng.choice(GIRLS), "they": "She"}
+        else:
+            self.words = {"n": rng.choice(BOYS), "they": "He"}
+        self.words["t"] = rng.choice(THINGS)
+        self.words["c"] = rng.choice(BOXES)
         self.asked = []
         self.said = []
 
@@ -141,20 +140,11 @@ class Story:
         self.step(question, LOSE_SAID, a=self.total, b=b, r=self.total - b)
         self.total -= b
 
-    def change(self) -> None:
-        if self.total < 2 or self.rng.random() < 0.5:
-            self.gain(self.rng.randint(2, 60), GAIN)
-        else:
-            self.lose(self.rng.randint(1, self.total - 1), LOSE)
-
     def row(self) -> dict:
         """`prompt` (the question), `response` (the steps), `answer` (the number)."""
         self.step(ASK, END_SAID, r=self.total)
-        return {
-            "prompt": " ".join(self.asked),
-            "response": " ".join(self.said),
-            "answer": str(self.total),
-        }
+        prompt = " ".join(self.asked)
+        return {"prompt": prompt, "response": " ".join(self.said), "answer": str(self.total)}
 
 
 def problem(rng: random.Random) -> dict:
@@ -171,7 +161,10 @@ def problem(rng: random.Random) -> dict:
             story.gain(story.packed(GAIN_PACKED), [])
             changes = 0
     for _ in range(changes):
-        story.change()
+        if story.total < 2 or rng.random() < 0.5:
+            story.gain(rng.randint(2, 60), GAIN)
+        else:
+            story.lose(rng.randint(1, story.total - 1), LOSE)
     return story.row()
 
 
@@ -234,12 +227,9 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     pattern += r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split_words = pre_tokenizers.Split(Regex(pattern), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
     trainer = trainers.BpeTrainer(
@@ -269,8 +259,11 @@ def main() -> None:
         args.out.touch(exist_ok=False)
     except OSError as error:
         parser.error(f"--out {args.out}: {error.strerror}")
-    world, test_rows = (hard_problem, HARD_TEST_ROWS) if args.hard else (problem, TEST_ROWS)
-    write(args.out, split(world, args.rows, test_rows)[0])
+    if args.hard:
+        train, _ = split(hard_problem, args.rows, HARD_TEST_ROWS)
+    else:
+        train, _ = split(problem, args.rows)
+    write(args.out, train)
 
 
 if __name__ == "__main__":
