@@ -20,7 +20,7 @@ processor=$(grep -m 1 "model name" /proc/cpuinfo | cut -d : -f 2)
 python -c "import torch, datetime as d; print(f'# $(nproc) cores of$processor, torch {torch.__version__}, {d.date.today()}, commit $(git rev-parse --short HEAD)')"
 
 echo "# The bundled model"
-quality
+quality --tau 1 .95 .9 .8 .7 .6 .5
 quality --model toy/sft --tau 1
 for rows in 1 32; do
     quality --verify --rows $rows

@@ -1,12 +1,8 @@
-"""What the benchmarks share: problems, answers, random models, timing, tables, arguments."""
+"""What the benchmarks share: problems, answers, random models, tables, arguments."""
 
 import argparse
-import importlib.util
 import os
 import re
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -119,47 +115,6 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
         return initialize(config_of(shape), seed=0).to(dtype).requires_grad_(False)
 
 
-def wait(device: torch.device) -> None:
-    """Let a GPU finish what it was given; a CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def in_turn(
-    ways: dict[str, Callable], rounds: int, device: torch.device
-) -> tuple[dict, dict[str, list[float]]]:
-    """Run all ways in turn, `rounds` times: a drift of the machine's speed hits all of them alike.
-
-    Returns each way's last result and its seconds in every round. The caller runs each way once
-    before, so that no start-up is timed.
-    """
-    results = {}
-    seconds = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, work in ways.items():
-            wait(device)
-            began = time.perf_counter()
-            results[name] = work()
-            wait(device)
-            seconds[name].append(time.perf_counter() - began)
-    return results, seconds
-
-
-def machine(model: Qwen2) -> str:
-    """What a figure was measured on and with."""
-    if model.device.type == "cuda":
-        name = torch.cuda.get_device_name(model.device)
-    else:
-        name = f"{model.device.type}, {torch.get_num_threads()} threads"
-    dtype = str(model.dtype).removeprefix("torch.")
-    return f"{name}, {dtype}, torch {torch.__version__}"
-
-
-def spread(values: list[float]) -> str:
-    """The median and the range."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Aligned Markdown: the first column to the left, all others to the right."""
     lines = [head, *rows]
@@ -176,40 +131,24 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def add_problems(parser: Parser, limit: int | None = None) -> None:
-    """Add --model, --device, --dtype, --data, --limit and --max-new."""
+    """Add --model, --device, --dtype, --data and --limit."""
     parser.add_model(str(TOY / "mars"), "directory or hub id")
     add = parser.add_argument
     add("--data", type=Path, default=TOY / "test.jsonl", help="JSONL with prompt and answer")
     add("--limit", type=number(int, 1), default=limit, help="only the first so many problems")
-    add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
 
 
-def add_taus(parser: Parser, default: list[float]) -> None:
-    """Add --tau, which takes several, --block and --verify: see `ways_to_decode`."""
+def add_decoding(parser: Parser, rows: int) -> None:
+    """Add --rows and the options of decoding, --tau with several values: see `ways_to_decode`."""
     add = parser.add_argument
-    shown = " ".join(f"{tau:g}" for tau in default)
-    add("--tau", type=float, nargs="+", help=f"thresholds; 1 is plain AR (default: {shown})")
-    add("--block", type=number(int, 1), help="masks per forward (default: what the model learnt)")
-    add("--verify", action="store_true", help="lossless: AR checks every guess; takes no tau")
+    add("--rows", type=number(int, 1), default=rows, help="decoded at a time")
+    add("--tau", type=float, nargs="+", help="thresholds; 1 is plain AR (default: --verify)")
+    parser.add_options(Options, without="tau")
 
 
-def ways_to_decode(args: argparse.Namespace, taus: list[float]) -> dict[str, Options]:
-    """The options for every --tau, or for --verify; UserError for what cannot be combined."""
-    names = [field.name for field in fields(Options)]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if args.verify and not args.tau:
-        return {"verify": Options(**given)}
-    return {f"tau {tau:g}": Options(**given | {"tau": tau}) for tau in args.tau or taus}
-
-
-def add_rows(parser: Parser, default: int | list[int]) -> None:
-    """Add --rows: one number, or several if the default is a list."""
-    nargs = "+" if isinstance(default, list) else None
-    kind = number(int, 1)
-    parser.add_argument("--rows", type=kind, nargs=nargs, default=default, help="decoded at a time")
-
-
-def require(package: str) -> None:
-    """Raise UserError if an optional package is missing."""
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"{package} is not installed: pip install -r bench/requirements.txt")
+def ways_to_decode(args: argparse.Namespace) -> dict[str, Options]:
+    """The options for each --tau; without one, those of --verify."""
+    others = {f.name: getattr(args, f.name) for f in fields(Options) if f.name != "tau"}
+    if args.tau is None:
+        return {"verify": Options(**others)}
+    return {f"tau {tau:g}": Options(tau=tau, **others) for tau in args.tau}

@@ -1,6 +1,7 @@
 """The paper's benchmarks in EleutherAI's lm-evaluation-harness, with tokens per forward.
 
-    python -m bench.lm_harness --model Xalphinions/MARS-Qwen2.5-0.5B-blk4 --block 4 --run-code
+    MODEL=Xalphinions/MARS-Qwen2.5-0.5B-blk4
+    python -m bench.lm_harness --model $MODEL --block 4 --tau 1 .95 --run-code
     python -m bench.lm_harness --tasks toy gsm8k --limit 50
 
 The first command prints the paper's six tasks. The second needs no network: `toy` is the bundled
@@ -14,8 +15,6 @@ A stop string ends an answer where the string begins. As in one-token decoding, 
 to the one that completes it; later tokens of the same forward do not.
 """
 
-import functools
-import json
 import logging
 import os
 import tempfile
@@ -28,7 +27,6 @@ from tqdm import tqdm
 try:
     import lm_eval
     from lm_eval.api.model import LM
-    from lm_eval.api.registry import register_model
     from lm_eval.tasks import TaskManager
 except ImportError:
     if __name__ == "__main__":
@@ -42,6 +40,7 @@ from decode import Decoder, Options
 from model import load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.errors import UserError, run_main
+from plumbing.files import write_json
 
 METRICS = {  # the one that is printed for each task
     "ifeval": "prompt_level_strict_acc,none",
@@ -59,7 +58,6 @@ BUNDLED = {  # the task that is run on problems of ours, and where these are
     "gsm8k": ("gsm8k_cot", HERE / "data/gsm8k/test.jsonl"),
     "ifeval_bundled": ("ifeval", HERE / "data/ifeval/test.jsonl"),
 }
-TAUS = [1, 0.95]
 
 # ------------------------------------------------------------------------------ the harness's model
 
@@ -70,9 +68,8 @@ def stop_at(text: str, stop_strings: list[str]) -> int | None:
     return min((at for at in found if at >= 0), default=None)
 
 
-@register_model("mars")
 class Mars(LM):
-    """The Decoder as a model of the harness; a row that is done takes the next request."""
+    """The Decoder as a model of the harness."""
 
     def __init__(self, name: str, options: Options, rows=8, device="auto", dtype=None):
         super().__init__()
@@ -137,44 +134,40 @@ class Mars(LM):
 # ------------------------------------------------------------------------------------------- tasks
 
 
-@functools.cache
-def task_manager() -> TaskManager:  # it reads some ten thousand files
-    return TaskManager(include_path=str(HERE))  # toy.yaml
-
-
-def find_task(name: str, folder: Path) -> str:
-    """A task as `simple_evaluate` takes it: a name, or a YAML file that is written to `folder`."""
-    if name not in BUNDLED:
-        return name
+def write_task(name: str, manager: TaskManager, folder: Path) -> str:
+    """Write a task on bundled problems as a YAML file, which `simple_evaluate` takes for a name."""
     original, problems = BUNDLED[name]
     task = {
-        "include": str(task_manager().task_index[original].yaml_path),
+        "include": str(manager.task_index[original].yaml_path),
         "task": name,
         "dataset_path": "json",
         "dataset_name": None,
         "test_split": "test",
         "dataset_kwargs": {"data_files": {"test": str(problems)}},
     }
-    written = folder / f"{name}.yaml"
-    written.write_text(json.dumps(task))  # JSON is YAML
-    return str(written)
+    file = folder / f"{name}.yaml"
+    write_json(file, task)  # JSON is YAML
+    return str(file)
 
 
-def evaluate(lm: Mars, name: str, args) -> tuple[float, float]:
+def evaluate(lm: Mars, name: str, manager: TaskManager, args) -> tuple[float, float]:
     """Accuracy and tokens per forward over all problems of a task."""
     lm.counts.clear()
+    task = name
+    metric = METRICS[BUNDLED[name][0] if name in BUNDLED else name]
     with tempfile.TemporaryDirectory() as folder:
+        if name in BUNDLED:
+            task = write_task(name, manager, Path(folder))
         results = lm_eval.simple_evaluate(
             lm,
-            tasks=[find_task(name, Path(folder))],
-            task_manager=task_manager(),
+            tasks=[task],
+            task_manager=manager,
             num_fewshot=3 if name == "bbh" else 0,
             limit=args.limit,
             apply_chat_template=True,
             bootstrap_iters=0,
             confirm_run_unsafe_code=args.run_code,
         )
-    metric = METRICS[BUNDLED[name][0] if name in BUNDLED else name]
     num_right, num_problems = 0.0, 0
     for part, rows in results["samples"].items():  # a task such as bbh has many
         count = len({row["doc_id"] for row in rows})  # the harness has a row for each filter
@@ -183,7 +176,7 @@ def evaluate(lm: Mars, name: str, args) -> tuple[float, float]:
     return num_right / num_problems, lm.counts["tokens"] / max(1, lm.counts["forwards"])
 
 
-def parse_arguments():
+def main() -> None:
     parser = Parser("The paper's benchmarks, with tokens per forward.")
     parser.add_model(str(common.TOY / "mars"), "directory or hub id")
     add = parser.add_argument
@@ -191,26 +184,20 @@ def parse_arguments():
     add("--tasks", **tasks, help="also: toy, gsm8k, ifeval_bundled")
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
     add("--run-code", action="store_true", help="let humaneval run what the model wrote")
-    common.add_taus(parser, TAUS)
-    common.add_rows(parser, default=8)
-    add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
+    common.add_decoding(parser, rows=8)
     args = parser.parse_args()
     if "humaneval_instruct" in args.tasks and not args.run_code:
         raise UserError("humaneval_instruct runs what the model wrote: allow it with --run-code")
     if args.run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for it a second time
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
-    ways = common.ways_to_decode(args, TAUS)
+    ways = common.ways_to_decode(args)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
+    manager = TaskManager(include_path=str(HERE))  # toy.yaml; it reads some ten thousand files
     rows = []
     for way, options in ways.items():
         lm.options = options
-        figures = [evaluate(lm, name, args) for name in args.tasks]
+        figures = [evaluate(lm, name, manager, args) for name in args.tasks]
         figures.append((mean(right for right, _ in figures), mean(speed for _, speed in figures)))
         rows.append([way, *(f"{accuracy:.1%}, {speed:.2f}" for accuracy, speed in figures)])
     print(common.table([args.model, *args.tasks, "mean"], rows))

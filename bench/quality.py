@@ -1,8 +1,8 @@
 """Accuracy and tokens per forward over tau, and how many answers are those of AR (tau 1).
 
-    python -m bench.quality                                  # toy/README.md's table over tau
-    python -m bench.quality --verify                         # is --verify lossless?
-    python -m bench.quality --verify --temperature 1         # and are its samples those of AR?
+    python -m bench.quality --tau .95 .9 .8 .7 .6 .5         # toy/README.md's table over tau
+    python -m bench.quality                                  # is --verify lossless?
+    python -m bench.quality --temperature 1                  # and are its samples those of AR?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
 An answer is right if its last number is the problem's. Prompts without answers will do, too. The
@@ -10,9 +10,8 @@ next columns say how many points more accurate a way is than AR and, with --agai
 another model. Intervals are bootstraps over the problems, 95 %: where no answer becomes right or
 wrong, they have no width.
 
-"tokens/forward" is of all tokens over all forwards, "median" that of the middle answer. An answer
-repeats itself if at least 10 % of its 6-grams of tokens occurred before in it; such answers are
-easy to guess.
+"tokens/forward" is of all tokens over all forwards. An answer repeats itself if at least 10 % of
+its 6-grams of tokens occurred before in it; such answers are easy to guess.
 
 Where a --verify answer parts from AR's and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
@@ -23,7 +22,6 @@ If all rows have a `response`, as training data do, a line says how well the mod
 in nats, the mean of -log p of a token. With --against it says how much worse than the other model.
 """
 
-import statistics
 import sys
 from dataclasses import replace
 
@@ -43,8 +41,6 @@ from plumbing.sampling import dice
 from plumbing.scheduler import num_in_common
 
 TIE = 1e-4
-TAUS = [0.95, 0.9, 0.8, 0.7, 0.6, 0.5]
-SPEEDS = ["tokens/forward", "median", "repeat themselves"]
 
 
 # ------------------------------------------------------------------------ the columns of the table
@@ -70,17 +66,6 @@ def accuracies(right: list[bool], rivals: list[list[bool]]) -> list[str]:
     return cells
 
 
-def speeds(answers: list[Sequence]) -> list[str]:
-    """The cells of SPEEDS."""
-    each = [len(answer.tokens) / answer.forwards for answer in answers]
-    repeated = [common.share_repeated(answer.tokens) >= 0.1 for answer in answers]
-    return [
-        f"{common.tokens_per_forward(answers):.2f}",
-        f"{statistics.median(each):.2f}",
-        f"{sum(repeated) / len(repeated):.1%}",
-    ]
-
-
 def make_table(chat: Chat, problems: list[dict], answers: dict, rivals: list[str]) -> str:
     """answers: the sequences of each way, AR's first; rivals: ways to compare accuracies with."""
     right = {}
@@ -93,9 +78,14 @@ def make_table(chat: Chat, problems: list[dict], answers: dict, rivals: list[str
         cells = [label]
         if right:
             cells += accuracies(right[label], [right[rival] for rival in rivals])
+        cells.append(f"{common.tokens_per_forward(each):.2f}")
+        num_repetitive = sum(common.share_repeated(answer.tokens) >= 0.1 for answer in each)
+        cells.append(f"{num_repetitive / len(each):.1%}")
         num_same = sum(mine.tokens == plain.tokens for mine, plain in zip(each, answers["AR"]))
-        rows.append([*cells, *speeds(each), f"{num_same} of {len(each)}"])
-    return common.table(["", *head, *SPEEDS, "same as AR"], rows)
+        cells.append(f"{num_same} of {len(each)}")
+        rows.append(cells)
+    head += ["tokens/forward", "repeat themselves", "same as AR"]
+    return common.table(["", *head], rows)
 
 
 # ------------------------------------------------------------------------------ is it AR's answer?
@@ -115,25 +105,13 @@ def gap_between_best(model: Qwen2, answer: Sequence, num_tokens: int, options: O
     return best - second
 
 
-def gaps_at_parting(
-    model: Qwen2, expected: list[Sequence], answers: list[Sequence], options: Options
-) -> list[float]:
-    """For each answer that is not the expected one: `gap_between_best` where the two part."""
-    gaps = []
-    for plain, answer in zip(expected, answers):
-        if answer.tokens == plain.tokens:
-            continue
-        num_same = num_in_common(plain.text, answer.text)
-        gap = float("inf")  # one goes on where the other ends
-        if num_same < min(len(plain.text), len(answer.text)):
-            gap = gap_between_best(model, answer, num_same, options)
-        gaps.append(gap)
-    return gaps
-
-
 def check_partings(model: Qwen2, expected: list, answers: list, options: Options) -> None:
     """Say where --verify differs from AR; in float32 that is a bug, except at a tie."""
-    gaps = gaps_at_parting(model, expected, answers, options)
+    gaps = []
+    for plain, answer in zip(expected, answers):
+        if answer.tokens != plain.tokens:
+            num_same = num_in_common(plain.text, answer.text)
+            gaps.append(gap_between_best(model, plain, num_same, options))
     if not gaps:
         return
     num_ties = sum(gap <= TIE for gap in gaps)
@@ -199,19 +177,13 @@ def load_other(name: str, model: Qwen2, chat: Chat) -> Qwen2:
     return other
 
 
-def parse_arguments():
+def main() -> None:
     parser = Parser("Accuracy and tokens per forward over tau.")
     common.add_problems(parser)
-    common.add_rows(parser, default=32)
-    common.add_taus(parser, TAUS)
-    parser.add_options(Options, without=("tau", "block", "verify", "max_new"))
+    common.add_decoding(parser, rows=32)
     parser.add_argument("--against", metavar="MODEL", help="another model to compare with")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_arguments()
-    ways = common.ways_to_decode(args, TAUS)
+    args = parser.parse_args()
+    ways = common.ways_to_decode(args)
     one_token = {"tau": 1.0, "verify": False, "metric": "probability", "block_cache": None}
     plain = replace(next(iter(ways.values())), **one_token)
     problems = common.read_problems(args.data, args.limit)
@@ -234,7 +206,7 @@ def main() -> None:
     print(make_table(chat, problems, answers, rivals))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
-    if args.verify:
+    if "verify" in ways:
         check_partings(model, answers["AR"], answers["verify"], ways["verify"])
 
 

@@ -17,6 +17,8 @@ all forwards of its row, the prefill included.
 import functools
 import random
 import statistics
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -28,12 +30,37 @@ from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.data import Example
-from plumbing.errors import run_main
+from plumbing.errors import require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 # Positions of a forward, and how many of them predict (B = 4): one token; a token and its masks;
 # five accepted tokens and their masks; a token, four guesses and five groups of masks.
 NUM_PREDICTIONS = {1: 1, 5: 5, 9: 5, 25: 25}
+
+
+def in_turn(
+    ways: dict[str, Callable], rounds: int, device: torch.device
+) -> tuple[dict, dict[str, list[float]]]:
+    """Run all ways in turn, `rounds` times: a drift of the machine's speed hits all of them alike.
+
+    Returns each way's last result and its milliseconds in every round. Each way runs once before,
+    so that no start-up is timed.
+    """
+    results = {name: work() for name, work in ways.items()}
+    milliseconds = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, work in ways.items():
+            began = now(device)
+            results[name] = work()
+            milliseconds[name].append(now(device) - began)
+    return results, milliseconds
+
+
+def now(device: torch.device) -> float:
+    """Milliseconds, once a GPU has done what it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1000 * time.perf_counter()
 
 
 def print_table(title: str, unit: str, values: dict, head=(), cells: dict | None = None) -> None:
@@ -49,10 +76,12 @@ def print_table(title: str, unit: str, values: dict, head=(), cells: dict | None
     for name, mine in values.items():
         row = [name, f"{statistics.median(mine):.2f}"]
         for rival in rivals:
-            row.append(common.spread([a / b for a, b in zip(mine, values[rival])]))
+            ratios = [a / b for a, b in zip(mine, values[rival])]
+            median = statistics.median(ratios)
+            row.append(f"{median:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         rows.append(row + (cells[name] if cells else []))
-    ratios = [f"x {rival} (range)" for rival in rivals]
-    print(f"\n{common.table([title, unit, *ratios, *head], rows)}", flush=True)
+    columns = [f"x {rival} (range)" for rival in rivals]
+    print(f"\n{common.table([title, unit, *columns, *head], rows)}", flush=True)
 
 
 # ----------------------------------------------------------------------------------- ways to decode
@@ -77,16 +106,15 @@ class Theirs:
     """transformers' generate on the same tensors."""
 
     def __init__(self, model: Qwen2):
-        import transformers
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = model.config
         ends = list(model.config.eos_token_id)
-        config = transformers.Qwen2Config(**config_json(model.config) | {"eos_token_id": ends})
+        config = AutoConfig.for_model(**config_json(model.config) | {"eos_token_id": ends})
         with torch.device("meta"):
-            self.model = transformers.Qwen2ForCausalLM(config).eval()
+            self.model = AutoModelForCausalLM.from_config(config).eval()
         self.model.load_state_dict(model.state_dict(), strict=False, assign=True)
-        if config.tie_word_embeddings:
-            self.model.lm_head.weight = self.model.model.embed_tokens.weight
+        self.model.tie_weights()
         rotary = type(self.model.model.rotary_emb)  # its tensors are in no state_dict
         self.model.model.rotary_emb = rotary(config).to(model.device)
         self.model.generation_config.eos_token_id = ends
@@ -153,23 +181,22 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         if args.shape:  # random weights end no answer early: one batch is enough
             asked = prompts[:rows]
         ways = make_ways(model, rows, longest, args)
-        work = {}
-        for name, way in ways.items():
-            way(asked[:rows], args.max_new)  # start-up, not timed
-            work[name] = functools.partial(way, asked, args.max_new)
-        answers, seconds = common.in_turn(work, args.rounds, model.device)
+        work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
+        answers, milliseconds = in_turn(work, args.rounds, model.device)
 
         first = next(iter(ways))
         per_second = {}
         cells = {}
         for name, found in answers.items():
             num_tokens = sum(len(answer.tokens) for answer in found)
-            per_second[name] = [num_tokens / taken for taken in seconds[name]]
+            per_second[name] = [1000 * num_tokens / taken for taken in milliseconds[name]]
             num_same = sum(a.tokens == b.tokens for a, b in zip(found, answers[first]))
-            cells[name] = [f"{num_same} of {len(found)}", "", ""]  # transformers does not tell
+            cells[name] = [f"{num_same} of {len(found)}"]
             if isinstance(ways[name], Ours):
-                cells[name][1] = f"{common.tokens_per_forward(found):.2f}"
-                cells[name][2] = f"{common.positions_per_forward(found):.1f}"
+                cells[name].append(f"{common.tokens_per_forward(found):.2f}")
+                cells[name].append(f"{common.positions_per_forward(found):.1f}")
+            else:
+                cells[name] += ["", ""]  # transformers does not tell
         head = [f"same as {first}", "tokens/forward", "positions/forward"]
         print_table(f"rows: {rows}", "tok/s", per_second, head, cells)
 
@@ -191,9 +218,9 @@ def widths(model: Qwen2, args) -> None:
         return decoder.fast_forward(fed, columns, noise=None).tolist()
 
     work = {f"{width}": functools.partial(forward, width) for width in NUM_PREDICTIONS}
-    common.in_turn(work, 2, model.device)  # start-up, not looked at
-    _, seconds = common.in_turn(work, args.rounds, model.device)
-    print_table("positions", "ms/forward", in_milliseconds(seconds))
+    in_turn(work, 1, model.device)  # with --compile the second run, too, is slow
+    _, milliseconds = in_turn(work, args.rounds, model.device)
+    print_table("positions", "ms/forward", milliseconds)
 
 
 def training(model: Qwen2, args) -> None:
@@ -215,13 +242,8 @@ def training(model: Qwen2, args) -> None:
             width = train.packed_width(model, longest * args.max_new)
             recipe = train.Recipe(mask_id, block, row_width=width, dtype=dtype)
             steps[name] = functools.partial(step, examples, recipe)
-            steps[name]()  # start-up, not timed
-        _, seconds = common.in_turn(steps, args.rounds, model.device)
-        print_table(f"examples: {num_examples}", "ms/step", in_milliseconds(seconds))
-
-
-def in_milliseconds(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {name: [1000 * taken for taken in each] for name, each in seconds.items()}
+        _, milliseconds = in_turn(steps, args.rounds, model.device)
+        print_table(f"examples: {num_examples}", "ms/step", milliseconds)
 
 
 def random_examples(count: int, length: int, num_tokens: int) -> list[Example]:
@@ -234,7 +256,7 @@ def random_examples(count: int, length: int, num_tokens: int) -> list[Example]:
 # --------------------------------------------------------------------------------- the command line
 
 
-def parse_arguments():
+def main() -> None:
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
     add("--transformers", action="store_true", help="next to transformers' generate")
@@ -246,23 +268,19 @@ def parse_arguments():
     add("--compile", action="store_true", help="torch.compile ours")
     add("--rounds", type=number(int, 1), default=5, help="how often all settings run in turn")
     add("--shape", choices=common.SHAPES, help="random weights in this shape")
+    add("--rows", type=number(int, 1), nargs="+", default=[1, 4, 8, 16], help="decoded at a time")
+    add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
     common.add_problems(parser, limit=100)
-    common.add_rows(parser, default=[1, 4, 8, 16])
     args = parser.parse_args()
     if args.transformers:
-        common.require("transformers")
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
+        require("transformers", "-r bench/requirements.txt")
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
     if args.shape:
         model = common.random_model(args.shape, device, dtype)
     print(f"{args.shape or args.model}, {len(problems)} problems, {args.rounds} rounds")
-    print(common.machine(model))
+    print(f"{model.device}, {model.dtype}, {torch.get_num_threads()} threads")
     if args.widths:
         widths(model, args)
     elif args.training:

@@ -31,17 +31,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
 
-    def add_model(self, default: str | None, help: str) -> None:
+    def add_model(
+        self, default: str | None = None, help="directory or hub id (default: the bundled toy/mars)"
+    ) -> None:
         """Add --model, and for `find_device` --device and --dtype."""
         self.add_argument("--model", default=default, help=help)
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
         help = "(default: bfloat16 on cuda, else float32)"
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
 
-    def add_options(self, options: type, without: tuple[str, ...] = ()) -> None:
+    def add_options(self, options: type, without: str = "") -> None:
         """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""
         for field in dataclasses.fields(options):
-            if field.name in without:
+            if field.name == without:
                 continue
             how = {"help": field.metadata["help"], "default": field.default}
             if field.metadata["kind"] is bool:
@@ -54,10 +56,9 @@ class Parser(argparse.ArgumentParser):
 
 def check_number(value: object, kind: type, least: float, below: float) -> None:
     """Raise ArgumentTypeError if it is not of this kind (int or float), least <= value < below."""
-    if not isinstance(value, int) and not (kind is float and isinstance(value, float)):
+    is_kind = isinstance(value, int) or (kind is float and isinstance(value, float))
+    if not is_kind or isnan(value):
         raise argparse.ArgumentTypeError(f"must be a {NUMBERS[kind]}, not {value!r}")
-    if isnan(value):
-        raise argparse.ArgumentTypeError("must be a number, not nan")
     if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {value}")
     if value >= below:
@@ -95,28 +96,26 @@ def check_options(options: object) -> None:
     """Raise UserError for a field with an impossible value."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        kind = field.metadata["kind"]
-        choices = field.metadata["choices"]
+        facts = field.metadata
         if value is None and field.default is None:
             continue
-        if choices and value not in choices:
-            words = ", ".join(choices)
+        if facts["choices"] and value not in facts["choices"]:
+            words = ", ".join(facts["choices"])
             raise UserError(f"{field.name}: must be one of {words}, not {value!r}")
-        if kind in NUMBERS:
+        if facts["kind"] in NUMBERS:
             try:
-                check_number(value, kind, field.metadata["least"], field.metadata["below"])
+                check_number(value, facts["kind"], facts["least"], facts["below"])
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"{field.name}: {error}") from None
 
 
 def check_tau(tau: float, metric: str) -> None:
     """Raise UserError for an impossible tau."""
+    most = 100 if metric == "entropy" else 1  # nats, more than any vocabulary gives
     if not isinstance(tau, int | float):
         raise UserError(f"tau {tau!r}: must be a number")
-    if metric == "entropy" and not 0 <= tau < 1e30:
-        raise UserError(f"tau {tau}: must be at least 0 (nats) for the metric entropy")
-    if metric != "entropy" and not 0 <= tau <= 1:
-        raise UserError(f"tau {tau}: must be between 0 and 1 for the metric {metric}")
+    if not 0 <= tau <= most:
+        raise UserError(f"tau {tau}: must be between 0 and {most} for the metric {metric}")
 
 
 def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
@@ -134,7 +133,7 @@ def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dty
     On a CPU it also leaves busy cores to other programs: every command begins here.
     """
     available = available_devices()
-    names = {"auto": available[0], "cuda": "cuda:0", "mps:0": "mps", "cpu:0": "cpu"}
+    names = {"auto": available[0], "cuda": "cuda:0"}
     name = names.get(device, device)
     if name not in available:
         raise UserError(f"--device {device}: this machine has {', '.join(available)}")

@@ -1,6 +1,7 @@
 """Errors that the user can fix: one clear line, exit status 2, no traceback."""
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -33,6 +34,12 @@ def naming(place: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
+
+
+def require(package: str, how_to_install: str) -> None:
+    """Raise UserError if an optional package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{package} is not installed: pip install {how_to_install}")
 
 
 def describe(error: BaseException) -> str:

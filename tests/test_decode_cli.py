@@ -176,8 +176,8 @@ def test_a_terminal_that_lacks_a_character(monkeypatch):
         ("cuda", "float32", ("cuda:0", "float32")),
         ("cuda:1", None, ("cuda:1", "bfloat16")),
         ("cpu", None, ("cpu", "float32")),
-        ("cpu:0", "bfloat16", ("cpu", "bfloat16")),
-        ("mps:0", None, ("mps", "float32")),
+        ("cpu", "bfloat16", ("cpu", "bfloat16")),
+        ("mps", None, ("mps", "float32")),
     ],
 )
 def test_the_device_and_dtype_that_are_meant(monkeypatch, device, dtype, expected):

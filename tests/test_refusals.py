@@ -38,7 +38,7 @@ BAD_OPTIONS = [
     ("decode --tau 1.5", "tau 1.5: must be between 0 and 1"),
     ("decode --tau nan", "tau: must be a number, not nan"),
     ("decode --tau x", "--tau: invalid float value: 'x'"),
-    ("decode --metric entropy --tau -1", "tau -1.0: must be at least 0 (nats)"),
+    ("decode --metric entropy --tau -1", "tau -1.0: must be between 0 and 100"),
     ("decode --metric none", "--metric: invalid choice: 'none'"),
     ("decode --block 0", "block: must be at least 1, not 0"),
     ("decode --block-cache 0", "block_cache: must be at least 1, not 0"),
