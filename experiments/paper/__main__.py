@@ -53,12 +53,12 @@ class Arm:
     program: str = "train.py"
 
 
-MARS_4_WAYS = (ONE, *PAPER, *OURS, *ENTROPY, *MARGIN, "verify")
+ALL_WAYS = (ONE, *PAPER, *OURS, *ENTROPY, *MARGIN, "verify")
 ARMS = {
     "sft": Arm(ways=(ONE, "jacobi")),
     "ar": Arm(f"--objective sft {FAST}", num_seeds=3),
     "ar-slow": Arm(f"--objective sft {SLOW}", num_seeds=3),
-    "mars-4": Arm(f"--block 4 {FAST}", ways=MARS_4_WAYS, num_seeds=3),
+    "mars-4": Arm(f"--block 4 {FAST}", ways=ALL_WAYS, num_seeds=3),
     "mars-4-slow": Arm(f"--block 4 {SLOW}", num_seeds=3),
     "mars-4-long": Arm(f"--block 4 {FAST} --steps 1600"),
     "mars-4-heavy": Arm(f"--block 4 --ar-weight 4 {FAST}"),
@@ -77,16 +77,13 @@ def decoding_options(way: str, block: int) -> dict:
 
     The paper's decoder with B reads B candidates, where B masks give B + 1: it is ours with B - 1.
     """
-    kind, _, tau = way.partition(" ")
-    if kind == "paper":
-        return {"block": block - 1, "tau": float(tau)}
-    if kind in ("entropy", "margin"):
-        return {"block": block - 1, "tau": float(tau), "metric": kind}
-    if kind == "ours":
-        return {"block": block, "tau": float(tau)}
-    if kind == "verify":
+    if way == "verify":
         return {"block": block, "verify": True}
-    return {"tau": 1.0}
+    kind, tau = way.split()
+    if kind in ("tau", "ours"):
+        return {"block": block, "tau": float(tau)}
+    metric = "probability" if kind == "paper" else kind
+    return {"block": block - 1, "tau": float(tau), "metric": metric}
 
 
 def record_path(name: str, seed: int) -> Path:
@@ -102,19 +99,15 @@ def complete(name: str, seed: int, problems: list[dict]) -> None:
         model = f"{WORK}/{name}-{seed}"
         command = f"python {arm.program} --model {START} --data {WORK}/train.jsonl {OPTIONS}"
         command += f" --out {model} --seed {seed} {arm.options}"
-        train(command, ROOT / f"{model}.txt")
+        with open(ROOT / f"{model}.txt", "w") as log:
+            # --resume goes on with an interrupted training, and ends at once after one.
+            words = [sys.executable, *command.split()[1:], "--resume"]
+            done = subprocess.run(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise UserError(f"{command}: ended with {done.returncode}; see {model}.txt")
     made = f"{datetime.date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}"
     record = {"command": command, "made": made, **measure(ROOT / model, arm, problems)}
     atomic_write(record_path(name, seed), lambda path: write_json(path, record))
-
-
-def train(command: str, log: Path) -> None:
-    """Run the command, which resumes an interrupted training and ends at once after one."""
-    words = [sys.executable, *command.split()[1:], "--resume"]
-    with open(log, "w") as file:
-        done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise UserError(f"{command}: ended with {done.returncode}; see {log}")
 
 
 def measure(directory: Path, arm: Arm, problems: list[dict]) -> dict:

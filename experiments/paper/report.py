@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.common import table
 
-# Ways to decode: a kind and its threshold. Their options are in run.py.
+# Ways to decode: a kind and its threshold. Their options are in __main__.py.
 ONE = "tau 1"
 PAPER = [f"paper {tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)]
 OURS = [f"ours {tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)]
@@ -27,14 +27,6 @@ NATS = ("nats per token", 1, ".4f")
 
 Case = tuple[str, str]  # an arm, and a way to decode its models
 Records = dict[str, list[dict]]  # of each arm, one for each seed
-
-
-def read_records(paths: list[Path]) -> Records:
-    records: Records = {}
-    for path in paths:
-        arm = path.stem.rpartition("-")[0]  # before the seed
-        records.setdefault(arm, []).append(json.loads(path.read_text(encoding="utf-8")))
-    return records
 
 
 def right(records: Records, case: Case) -> np.ndarray:
@@ -131,14 +123,16 @@ ADDED = {
 }
 
 
-def by_tau(records: Records, size: int, ways: list[str]) -> str:
-    cases = {f"B = {size}, {way}": (f"mars-{size}", way) for way in [ONE, *ways]}
-    return show(records, cases)
+def by_tau(size: int, ways: list[str]) -> dict[str, Case]:
+    return {f"B = {size}, {way}": (f"mars-{size}", way) for way in [ONE, *ways]}
 
 
 def write_report(paths: list[Path], out: Path) -> None:
     """Write OUT/paper.md from the records."""
-    records = read_records(paths)
+    records: Records = {}
+    for path in paths:
+        arm = path.stem.rpartition("-")[0]  # before the seed
+        records.setdefault(arm, []).append(json.loads(path.read_text(encoding="utf-8")))
     made = {record["made"] for by_seed in records.values() for record in by_seed}
     fields = {
         "models": str(len(paths)),
@@ -147,10 +141,10 @@ def write_report(paths: list[Path], out: Path) -> None:
         "one_token_nats": show(records, TRAINED, unit=NATS),
         "clean_loss": show(records, CLEAN_LOSS),
         "clean_loss_nats": show(records, CLEAN_LOSS, unit=NATS),
-        "tau_4": by_tau(records, 4, PAPER),
-        "tau_8": by_tau(records, 8, PAPER),
-        "tau_16": by_tau(records, 16, PAPER),
-        "confidences": by_tau(records, 4, ENTROPY + MARGIN),
+        "tau_4": show(records, by_tau(4, PAPER)),
+        "tau_8": show(records, by_tau(8, PAPER)),
+        "tau_16": show(records, by_tau(16, PAPER)),
+        "confidences": show(records, by_tau(4, ENTROPY + MARGIN)),
         "untrained": show(records, UNTRAINED),
         "added": show(records, ADDED),
     }

@@ -34,9 +34,7 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
     arms = {"mars-4": mars, "diffusion": paper.ARMS["diffusion"]}
     monkeypatch.setattr(paper, "ARMS", arms)
     paper.main()
-    records = {}
-    for name in arms:
-        records[name] = json.loads(paper.record_path(name, 0).read_text())
+    records = {name: json.loads(paper.record_path(name, 0).read_text()) for name in arms}
     monkeypatch.delattr(paper, "complete")
     paper.main()
 
@@ -81,7 +79,6 @@ def test_intervals():
     mean, low, high = report.estimate(one)
     assert mean == pytest.approx(one.mean())
     assert high - low == pytest.approx(2 * 1.96 * math.sqrt(mean * (1 - mean) / 1000), rel=0.05)
-    assert report.estimate(one - one) == (0, 0, 0)
     inside = 0
     for _ in range(400):
         hard = rng.normal(0, 0.2, 200)
