@@ -14,7 +14,6 @@ from training import (
     NoRun,
     arguments,
     checkpoint_tensors,
-    checkpoints,
     gradient,
     log,
     mask_predictions,
@@ -239,36 +238,31 @@ def test_a_step_by_hand(monkeypatch):
 def test_recomputed_layers_change_nothing(monkeypatch):
     """But every layer runs twice."""
     forward = MLP.forward
-    found = []
-    for is_recomputed in (False, True):
-        calls = []
+    calls = []
 
-        def counted(mlp, x, calls=calls):
-            calls.append(mlp)
-            return forward(mlp, x)
+    def counted(mlp, x):
+        calls.append(mlp)
+        return forward(mlp, x)
 
-        monkeypatch.setattr(MLP, "forward", counted)
-        rng = random.Random(5)
-        model = tiny_model(rng)
-        if is_recomputed:
-            train.processes.recompute_layers(model)
-        data = FixedData([random_example(rng, 4) for _ in range(5)])
-        train.train(model, None, data, NoRun(), arguments("--steps", 2), Recipe(MASK, 4))
-        found.append((torch.cat([w.flatten() for w in model.parameters()]), len(calls)))
-    (plain, num_calls), (recomputed, num_more_calls) = found
-    assert torch.equal(plain, recomputed) and num_more_calls == 2 * num_calls
+    monkeypatch.setattr(MLP, "forward", counted)
+    rng = random.Random(5)
+    model = tiny_model(rng)
+    examples = [random_example(rng, 4) for _ in range(5)]
+    plain = whole_step(model, examples, Recipe(MASK))
+    num_calls = len(calls)
+    train.processes.recompute_layers(model)
+    assert torch.equal(plain, whole_step(model, examples, Recipe(MASK)))
+    assert len(calls) == 3 * num_calls
 
 
-def test_bfloat16_is_of_the_arithmetic_only(tmp_path):
+def test_bfloat16_is_of_the_arithmetic_only(tmp_path, data):
     """--dtype bfloat16 changes the loss a little. The weights in training stay float32: a step of
     5e-6 would vanish in bfloat16. The model that is written is bfloat16."""
-    rows = [{"prompt": "How many?", "response": f"So Mia has {i} plums."} for i in range(9)]
-    data = write(tmp_path / "data.jsonl", rows).path
     clean = []
     for dtype in ("float32", "bfloat16"):
         out = tmp_path / dtype
-        words = ("--data", data, "--model", ROOT / "toy/sft", "--batch", 2, "--out", out)
-        assert run_train(*words, "--steps", 1, "--dtype", dtype).status == 0
+        words = ("--data", data, "--out", out, "--steps", 1, "--dtype", dtype)
+        assert run_train(*DRAFT, *words).status == 0
         clean.append(log(out)[0]["clean"])
         saved = load_file(out / "model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
@@ -301,8 +295,7 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     assert [record["step"] for record in records] == list(range(1, 61))
     assert records[-1]["noisy"] < 0.1 * records[0]["noisy"] and records[-1]["clean"] < 0.1
     measured = [record["look_ahead"] for record in records if "look_ahead" in record]
-    assert [len(shares) for shares in measured] == [4, 4, 4]
-    assert measured[-1][0] > 0.95
+    assert [len(shares) for shares in measured] == [4, 4, 4] and measured[-1][0] > 0.95
     model, chat = load(str(mars))
     assert model.config.block == 3 and load(str(sft))[0].config.block is None
     prompt = chat.encode_prompt([{"role": "user", "content": "How many?"}])
@@ -310,7 +303,6 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     assert chat.decode(answer.tokens) == row["response"]
     assert answer.tokens[-1] == model.config.eos_token_id[0]
     assert len(answer.tokens) / answer.forwards > 3
-    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_the_clean_stream_is_held(tmp_path):
@@ -334,19 +326,10 @@ def test_the_clean_stream_is_held(tmp_path):
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_learning_rate_that_is_too_high(tmp_path, data, monkeypatch, norm):
     """Weights that exploded: the run stops, and the checkpoint before it stays."""
-    clip_gradients = train.processes.clip_gradients
     norms = iter([1.0, norm])
-
-    def exploding(model, most):
-        clip_gradients(model, most)
-        return next(norms)
-
-    monkeypatch.setattr(train.processes, "clip_gradients", exploding)
+    monkeypatch.setattr(train.processes, "clip_gradients", lambda *_: next(norms))
     out = tmp_path / "out"
     done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 5, "--save-every", 1)
     message = f"error: step 2: the gradient's norm is {norm:g}; try a smaller --lr\n"
     assert done.status == 2 and done.err == message
     assert f"{out} holds the model of step 1" in done.out
-    newest = out / "checkpoints" / checkpoints(out)[-1]
-    state = checkpoint_tensors(newest, tmp_path)
-    assert all(tensor.isfinite().all() for tensor in state.values())
