@@ -50,7 +50,7 @@ def main() -> None:
     parser = Parser("Answer a file of prompts, several at a time (MARS).")
     parser.add_argument("file", metavar="FILE", type=Path, help="a prompt per line, or JSONL")
     parser.add_argument("--rows", type=number(int, 1), default=8, help="prompts at a time")
-    parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
+    parser.add_model()
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)

