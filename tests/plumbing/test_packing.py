@@ -4,13 +4,11 @@ import math
 import random
 from dataclasses import replace
 
-import torch
-from common import MASK, cases, random_prompt, tiny_model, unpacked
-from training import random_example, start_of, whole_step
+from common import MASK, cases, random_prompt
 
 from plumbing.data import Example
 from plumbing.packing import grouped, pack
-from train import Recipe, Streams, forward_inputs, lay_out, losses
+from train import Recipe, forward_inputs, lay_out
 
 
 def test_packing():
@@ -32,10 +30,6 @@ def test_examples_of_one_length_share_a_forward():
     """One of them once had a forward of its own: padded, they are more than their lengths' sum."""
     [(rows, width)] = grouped([511] * 8, positions=4096, num_processes=1)
     assert (len(rows), width) == (8, 512)
-
-
-def most_examples_in_a_row(inputs: Streams) -> int:
-    return max(len(set(row.tolist()) - {-1}) for row in inputs.doc)
 
 
 def test_the_forwards_of_a_step():
@@ -66,54 +60,7 @@ def test_the_forwards_of_a_step():
                 for inputs in together:
                     real = (inputs.doc >= 0).sum(1)
                     assert len(real) == 1 or real.min() >= 7 / 8 * inputs.tokens.size(1) - 32
-                assert max(most_examples_in_a_row(inputs) for inputs in together) == 1
+                    assert all(len(set(row.tolist()) - {-1}) <= 1 for row in inputs.doc)
         if len(examples) >= 8 * worlds:  # none of the processes is left without work
             shares = [sum(int((inputs.doc >= 0).sum()) for inputs in some) for some in each]
             assert min(shares) > 0
-
-
-def one_by_one(model, examples: list[Example], recipe: Recipe) -> torch.Tensor:
-    """Both losses and the gradient of a step: a forward for each example."""
-    expected = 0
-    num_with_masks = max(1, sum(example.has_masks for example in examples))
-    for example in examples:
-        model.zero_grad()
-        noisy, clean = losses(model, unpacked([lay_out(example, recipe)]), recipe.start)
-        noisy = noisy / num_with_masks
-        clean = clean / len(examples)
-        (noisy + recipe.clean_weight * clean).backward()
-        gradients = [weight.grad.flatten() for weight in model.parameters()]
-        expected = expected + torch.cat([noisy.detach()[None], clean.detach()[None], *gradients])
-    return expected
-
-
-def test_how_a_step_is_packed_and_split_changes_nothing(monkeypatch):
-    """Against a forward for each example: any packing, accumulation, number of processes, size of
-    a chunk of logits; with both kinds of blocks, a clean stream that is held, and for stage 1."""
-    shared = 0
-    for seed in cases(8, 100):
-        rng = random.Random(seed)
-        model = tiny_model(rng)
-        block = rng.randint(1, 8)
-        examples = [random_example(rng, block) for _ in range(rng.randint(3, 9))]
-        for example in examples:
-            example.has_masks = rng.random() < 0.7
-        kind = Recipe(
-            MASK,
-            block=rng.choice([block, block, None]),
-            blocks=rng.choice(["grid", "every"]),
-            clean_weight=rng.random(),
-            start=rng.choice([None, start_of(seed)]),
-        )
-        expected = one_by_one(model, examples, kind)
-        for _ in range(3):
-            monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 8 * 32, 2**26]))
-            batch_tokens = rng.choice([1, 128, 300, 512, 2000])
-            row_width = rng.choice([None, 480, 640])
-            recipe = replace(kind, batch_tokens=batch_tokens, row_width=row_width)
-            worlds = rng.randint(1, 3)
-            found = whole_step(model, examples, recipe, worlds)
-            assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
-            first = forward_inputs(examples, recipe, 0, worlds)
-            shared += sum(most_examples_in_a_row(inputs) > 1 for inputs in first)
-    assert shared > 10  # rows that several examples share

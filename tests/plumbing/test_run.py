@@ -13,6 +13,11 @@ from plumbing import runs
 from plumbing.jsonl import JsonlFile
 
 
+def test_a_file_in_the_way_of_the_output_directory(data):
+    done = run_train(*DRAFT, "--data", data, "--out", data / "below")
+    assert done.status == 2 and f"--out {data}/below: cannot be written to" in done.err
+
+
 def test_a_model_is_not_destroyed(data, out, monkeypatch):
     """Neither a finished run's, nor the one that a run starts from."""
     assert run_train(*DRAFT, "--data", data, "--out", out, "--steps", 2).status == 0
