@@ -36,7 +36,7 @@ from plumbing.cpu import fast_copy
 from plumbing.errors import UserError, run_main
 from plumbing.sampling import dice_of_rows
 from plumbing.scheduler import Decision, Fed, Scheduler, Sequence
-from plumbing.terminal import note, print_answer
+from plumbing.terminal import note, note_mode, print_answer
 
 TOY = Path(__file__).parent / "toy" / "mars"
 
@@ -356,6 +356,7 @@ def main() -> None:
     prompt = chat.encode(chat.prompt([{"role": "user", "content": args.prompt}]))
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
+    note_mode(options)
     print_answer(decoder, chat)
 
 

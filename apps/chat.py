@@ -24,12 +24,11 @@ LONGEST = 16384  # tokens of a conversation; its cache is made once
 class Conversation:
     """The messages so far, and a decoder whose one row holds them."""
 
-    def __init__(self, model: Qwen2, chat: Chat, options: Options, opening: list[dict]):
-        """opening: the system message, if there is one."""
+    def __init__(self, model: Qwen2, chat: Chat, options: Options, system: str | None):
         self.chat = chat
         self.tau = options.tau
-        self.opening = opening
-        self.messages = opening
+        self.opening = [{"role": "system", "content": system}] if system else []
+        self.messages = self.opening
         self.decoder = Decoder(model, options, rows=1, longest=LONGEST)
 
     def take(self, line: str) -> None:
@@ -37,17 +36,15 @@ class Conversation:
         if line == "/reset":
             self.messages = self.opening
         elif line.startswith("/tau "):
-            self.set_tau(float(line.removeprefix("/tau ")))
+            if self.decoder.options.verify:
+                raise UserError("--verify takes no tau: start the conversation with --tau")
+            tau = float(line.removeprefix("/tau "))
+            check_tau(tau, self.decoder.options.metric)
+            self.tau = tau
         elif line.startswith("/"):
             raise UserError(f"{line}: no such command")
         elif line:
             self.ask(line)
-
-    def set_tau(self, tau: float) -> None:
-        if self.decoder.options.verify:
-            raise UserError("--verify takes no tau: start the conversation with --tau")
-        check_tau(tau, self.decoder.options.metric)
-        self.tau = tau
 
     def ask(self, text: str) -> None:
         """Print an answer. If Ctrl-C ends it, what there is stays in the conversation."""
@@ -69,8 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     options = read_options(args, Options)
     model, chat = load_for_decoding(args)
-    opening = [{"role": "system", "content": args.system}] if args.system else []
-    conversation = Conversation(model, chat, options, opening)
+    conversation = Conversation(model, chat, options, args.system)
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
     note_mode(options)

