@@ -19,7 +19,6 @@ What is unusual here:
 """
 
 import argparse
-import functools
 import math
 import sys
 import time
@@ -385,12 +384,11 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         usage="%(prog)s --data FILE [option ...]",
     )
     add = parser.add_argument
-    flag = functools.partial(add, action="store_true")
     # fmt: off
     add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "to start from; without weights: random ones")
     add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
-    flag("--resume", help="continue from the newest checkpoint in --out")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
     add("--block", type=number(int, 1), default=4, help="B, masks in a block")
     add("--blocks", choices=("grid", "every"), default="grid", help="one per B tokens, or at each")
@@ -402,7 +400,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
     add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
     add("--batch-tokens", type=number(int, 1), default=4096, help="positions per forward")
-    flag("--checkpoint-layers", help="less memory: compute activations twice")
+    add("--checkpoint-layers", action="store_true", help="less memory: activations computed twice")
     add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")
     add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")

@@ -47,9 +47,7 @@ def together() -> Iterator[None]:
     message = None
     try:
         yield
-    except UserError as error:
-        message = str(error)
-    except OSError as error:
+    except (UserError, OSError) as error:
         message = describe(error)
     if dist.is_initialized():
         messages = [None] * dist.get_world_size()

@@ -210,15 +210,11 @@ def checkpoints(out: Path) -> list[str]:
 def checkpoint_tensors(checkpoint: Path, place: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint by name, read by torch's own converter."""
     dcp_to_torch_save(checkpoint, place / "whole.pt")
-    tensors = [("", torch.load(place / "whole.pt"))]
-    found = {}
-    while tensors:
-        name, value = tensors.pop()
-        if isinstance(value, dict):
-            tensors += [(f"{name}/{key}", inner) for key, inner in value.items()]
-        elif isinstance(value, torch.Tensor):
-            found[name] = value
-    return found
+    found = torch.load(place / "whole.pt")
+    tensors = found["model"]
+    for name, state in found["optimizer"].items():
+        tensors |= {f"{name} {key}": value for key, value in state.items()}
+    return tensors
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -14,10 +14,6 @@ def _hidden(width):
 
 def bare(width):
     return width
-
-class Box:
-    def volume(self):
-        """The volume of this box, which nobody knows without its class around it."""
 '''
 
 
