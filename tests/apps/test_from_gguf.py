@@ -139,12 +139,10 @@ def test_a_head_that_is_another_matrix(theirs, tmp_path):
 @pytest.mark.parametrize(
     "name, distance, kind, value, reason",  # what is written where, after the name of a field
     [
-        ("tokenizer.ggml.tokens", 8, "Q", 2**31, "out of bounds"),
         ("tokenizer.ggml.tokens", 24, "c", b"?", "the vocabulary has a token twice"),
         ("tokenizer.ggml.pre", 12, "5s", b"llama", "a qwen2 with the tokenizer of llama"),
         ("qwen2.block_count", 4, "I", 2**31, "2147483648 layers in 26 tensors"),
         ("qwen2.embedding_length", 4, "I", 2**30, "expected (512, 1073741824), found (512, 64)"),
-        ("token_embd.weight", 4, "Q", 2**30, "cannot reshape"),
         ("token_embd.weight", 20, "I", 999, "is not a valid GGMLQuantizationType"),
     ],
 )
@@ -159,7 +157,7 @@ def test_a_damaged_file(file, tmp_path, name, distance, kind, value, reason):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("size", [0, 3, 100, 8000, -1])
+@pytest.mark.parametrize("size", [0, 100, -1])
 def test_a_file_that_is_cut_off(file, tmp_path, size):
     (tmp_path / "bad.gguf").write_bytes(file.read_bytes()[:size])
     done = command("apps.from_gguf", tmp_path / "bad.gguf", tmp_path / "out")

