@@ -234,9 +234,13 @@ def training(model: Qwen2, args) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    rng = random.Random(0)
     mask_id = model.config.mask_token_id
     for num_examples in args.rows:
-        examples = random_examples(num_examples, args.max_new, mask_id)
+        examples = []
+        for _ in range(num_examples):
+            text = [rng.randrange(mask_id) for _ in range(2 * args.max_new)]
+            examples.append(Example(text, prompt_length=args.max_new))
         steps = {}
         for name, block, longest in (("SFT", None, 2), ("MARS", model.config.block or 4, 3)):
             width = train.packed_width(model, longest * args.max_new)
@@ -244,13 +248,6 @@ def training(model: Qwen2, args) -> None:
             steps[name] = functools.partial(step, examples, recipe)
         _, milliseconds = in_turn(steps, args.rounds, model.device)
         print_table(f"examples: {num_examples}", "ms/step", milliseconds)
-
-
-def random_examples(count: int, length: int, num_tokens: int) -> list[Example]:
-    """A prompt and a response of `length` tokens each, out of the first num_tokens there are."""
-    rng = random.Random(0)
-    texts = [[rng.randrange(num_tokens) for _ in range(2 * length)] for _ in range(count)]
-    return [Example(text, prompt_length=length) for text in texts]
 
 
 # --------------------------------------------------------------------------------- the command line

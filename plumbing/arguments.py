@@ -12,8 +12,6 @@ from .cpu import can_pack, use_free_cores
 from .errors import UserError
 from .terminal import note
 
-NUMBERS = {int: "whole number", float: "number"}
-
 
 class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -54,11 +52,10 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{field.name.replace('_', '-')}", **how)
 
 
-def check_number(value: object, kind: type, least: float, below: float) -> None:
-    """Raise ArgumentTypeError if it is not of this kind (int or float), least <= value < below."""
-    is_kind = isinstance(value, int) or (kind is float and isinstance(value, float))
-    if not is_kind or isnan(value):
-        raise argparse.ArgumentTypeError(f"must be a {NUMBERS[kind]}, not {value!r}")
+def check_number(value: float, least: float, below: float) -> None:
+    """Raise ArgumentTypeError if not least <= value < below."""
+    if isnan(value):
+        raise argparse.ArgumentTypeError("must be a number, not nan")
     if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {value}")
     if value >= below:
@@ -70,7 +67,7 @@ def number(kind: type = int, least: float = -inf, below: float = inf) -> Callabl
 
     def parse(text: str) -> float:
         value = kind(text)
-        check_number(value, kind, least, below)
+        check_number(value, least, below)
         return value
 
     parse.__name__ = kind.__name__  # argparse says: invalid int value: 'x'
@@ -102,9 +99,9 @@ def check_options(options: object) -> None:
         if facts["choices"] and value not in facts["choices"]:
             words = ", ".join(facts["choices"])
             raise UserError(f"{field.name}: must be one of {words}, not {value!r}")
-        if facts["kind"] in NUMBERS:
+        if facts["kind"] in (int, float):
             try:
-                check_number(value, facts["kind"], facts["least"], facts["below"])
+                check_number(value, facts["least"], facts["below"])
             except argparse.ArgumentTypeError as error:
                 raise UserError(f"{field.name}: {error}") from None
 

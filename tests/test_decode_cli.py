@@ -12,7 +12,6 @@ import pytest
 import torch
 from commands import MARS, PROMPT, command, process
 from common import BASE, ROOT, cases
-from tokenizers import Tokenizer, decoders, models
 
 import decode
 from model import load
@@ -48,27 +47,13 @@ def test_the_main_command_solves_a_problem(text):
     assert per_forward == f"{int(num_tokens) / int(num_forwards):.2f}" and float(per_forward) > 2
 
 
-def tokenizer_like_llamas() -> Tokenizer:
-    """Bytes are tokens, and the space that a text begins with is dropped."""
-    words = ["<s>", "▁Hi", "▁", "plums", *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {word: id for id, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
-    tokenizer.add_special_tokens(["<s>"])
-    space = decoders.Replace("▁", " ")
-    parts = [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(parts)
-    return tokenizer
-
-
-@pytest.mark.parametrize("tokenizer", [Chat(BASE).tokenizer, tokenizer_like_llamas()])
-def test_text_as_it_comes_is_the_text(tokenizer):
+def test_text_as_it_comes_is_the_text():
     """In whole characters, however many tokens each has."""
     chat = Chat(BASE)
-    chat.tokenizer = tokenizer
     for seed in cases(100, 10000):
         rng = random.Random(seed)
         stream = terminal.TextStream(chat)
-        words = [chat.encode(word) for word in ("你", "🙂👩‍👩‍👧", " é", "plums", "▁")]
+        words = [chat.encode(word) for word in ("你", "🙂👩‍👩‍👧", " é", "plums")]
         tokens = sum(rng.choices([[0], [1], [2], *words], k=40), [])  # 0 has no text
         shown = ""
         while tokens:
