@@ -158,7 +158,11 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
 
 
 def test_a_file_without_a_usable_row_stops(chat, tmp_path):
-    """Nobody looks for one forever."""
-    rows = write(tmp_path / "d.jsonl", [{"text": "Hi"}] * 3)
-    with pytest.raises(UserError, match="no usable row: 3 neither messages"):
-        Dataset(rows, chat, ENDS, max_length=512, seed=0)
+    """Nobody looks for one forever. If there is one, those that were only tried are not counted."""
+    bad = [{"text": "Hi"}] * 8
+    with pytest.raises(UserError, match="no usable row: 8 neither messages"):
+        Dataset(write(tmp_path / "bad.jsonl", bad), chat, ENDS, max_length=512, seed=0)
+    rows = write(tmp_path / "one.jsonl", [*bad, {"prompt": "?", "response": "12"}])
+    stream = Dataset(rows, chat, ENDS, max_length=512, seed=0)
+    stream.next_batch(2)  # of two epochs
+    assert stream.skipped.total() == 8
