@@ -37,6 +37,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(fake_tensor.FakeTensor, "tolist", ones)
     monkeypatch.setattr(fake_tensor.FakeTensor, "__bool__", lambda tensor: True)
     monkeypatch.setattr(torch, "Generator", MagicMock())  # a GPU's needs a GPU
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # but in its shapes
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda tensor, generator: tensor)
     # How many positions have a target depends on numbers. Here one of each row has.
     monkeypatch.setattr(torch.Tensor, "nonzero", lambda x, as_tuple: (x[:, 0].long(), 0))
@@ -56,7 +57,7 @@ def fake_model(dtype=torch.bfloat16) -> Qwen2:
 
 
 WAYS = [{"metric": "margin", "tau": 0.5}, {"metric": "entropy", "tau": 0.2, "block_cache": 4}]
-WAYS += [{"verify": True}, {"tau": 0.9, "temperature": 1.0}]
+WAYS += [{"verify": True}, {"tau": 0.9, "temperature": 1.0}, {"compile": True}]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
