@@ -49,7 +49,7 @@ def note_mode(options) -> None:
         return
     if options.verify:
         note("lossless (--verify): the text of tau 1")
-    elif options.tau != 1:
+    elif options.tau != 1 or options.metric == "entropy":
         note(f"tau {options.tau:g}: the text may differ from that of tau 1")
 
 
