@@ -8,7 +8,7 @@ confidence passes tau, the first one always; then the masks move on. tau = 1 is 
 (AR).
 
           feed   [ accepted last time | M  M  M  M ]            one row, B = 4
-    candidates                     c1   c2 c3 c4 c5             c1 c2 c3 pass: they are fed next
+    candidates                     c1   c2 c3 c4 c5             c1 c2 c3 are accepted: fed next
 
 `naive` is all of that. The rest of the file does the same for many sequences at once, with a cache;
 the tests compare the two. What is unusual here:
@@ -75,12 +75,14 @@ class Options:
 
     tau: float | None = option(
         None,
-        "accept a token at least this confident; 1 is plain AR, below it the text may differ from "
-        "AR's. With --metric entropy: at most this many nats, 0 is AR (default: --verify)",
+        "(default: --verify) accept a token at least this confident; 1 is plain AR, below it the "
+        "text may differ from AR's. With --metric entropy: at most this many nats, 0 is AR",
         kind=float,
     )
     metric: str = option("probability", "measure of confidence", choices=METRICS)
-    block: int | None = option(None, "B, the number of masks (default: as in training)", int, 1, 1000)
+    block: int | None = option(
+        None, "B, number of masks (default: as in training, or 4)", int, 1, 1000
+    )
     block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, 1)
     verify: bool = option(False, "lossless: the text of --tau 1, in fewer forwards")
     max_new: int = option(256, "maximum number of new tokens", least=1)
@@ -97,9 +99,7 @@ class Options:
             return
         self.verify = True
         if self.block_cache or self.metric != "probability":
-            raise UserError(
-                "--block-cache and --metric need a --tau: without one AR checks guesses"
-            )
+            raise UserError("--block-cache and --metric need a --tau: else AR checks all guesses")
 
 
 # --------------------------------------------------------------------------------------- acceptance
@@ -126,7 +126,7 @@ class Threshold:
     """
 
     def __init__(self, block: int, metric: str, mask_id: int):
-        """block: B."""
+        """block: the number of masks, B."""
         self.block = block
         self.metric = metric
         self.mask_id = mask_id
@@ -135,12 +135,15 @@ class Threshold:
     def feed(self, sequence: Sequence) -> list[Fed]:
         """The masks that follow a text. They see all of it: their prefix is its length."""
         if sequence.tau == (0 if self.metric == "entropy" else 1):
-            return []  # plain AR; so no confidence that was rounded to 1 can pass
+            return []  # plain AR needs none, and a confidence that was rounded to 1 would pass
         end = len(sequence.text)
         return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
 
     def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
-        """The candidates up to the first that does not pass; the first one always does."""
+        """The candidates up to the first that does not pass.
+
+        The first one always does: it is AR's own, for the last real token sees no mask.
+        """
         count = 1
         for confidence in sure[1:]:
             if self.metric == "entropy":
@@ -150,7 +153,7 @@ class Threshold:
             if not passes:
                 break
             count += 1
-        return Decision(best[:count], num_guesses=0)
+        return Decision(best[:count], num_held=0)
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -160,10 +163,10 @@ class Decoder:
     """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
 
     Every `step` is one forward: feed, predict, decide. A row feeds the tokens of its text that are
-    not in the cache yet, then what its method adds: masks or guesses. Every position predicts a
-    token; the method says which of these are accepted. Accepted tokens enter the cache when the
-    next forward feeds them. (When the weights of the model change, make a new decoder: this one
-    keeps a copy of the weights, and the cache holds what the old ones computed.)
+    not in the cache yet, then what its method adds: masks or guesses. From the last real token on,
+    each position predicts a token, and the method says which of these are accepted. Accepted tokens
+    enter the cache when the next forward feeds them. (When the weights of the model change, make a
+    new decoder: this one keeps a copy of them, and the cache holds what the old ones computed.)
     """
 
     def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
@@ -186,7 +189,7 @@ class Decoder:
         self.cache = make_cache(model, rows, self.longest + self.widest, options)
         self.scheduler = Scheduler(self.cache, rows, self.block)
         self.model = fast_copy(model, options.compile)
-        self.num_threads = torch.get_num_threads()  # a later change must not change how it rounds
+        self.num_threads = torch.get_num_threads()  # attention depends on it: see additive_mask
         self.fast_forward = self.forward
         if options.compile:
             self.fast_forward = compiled(self.forward, self.cache)
@@ -240,11 +243,12 @@ class Decoder:
         for row, sequence in zip(rows, sequences):
             real = []
             after = []
-            if sequence:
+            if sequence:  # else the row is idle, or waits: it is fed padding
                 text = sequence.text
                 num_cached = self.cache.lengths[row]
                 real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-                # The last real token gives a candidate, too: so the others are one less than fit.
+                # A cache block may have room for fewer tokens than the method would give; the last
+                # real token gives the first of them.
                 after = self.method.feed(sequence)[: self.cache.room(row, len(text)) - 1]
             feeds.append(real + after)
             num_real.append(len(real))
@@ -253,13 +257,15 @@ class Decoder:
         news = []
         counts = []
         for i, sequence in enumerate(sequences):
-            num_guesses = 0
+            num_held = 0
             if sequence:
-                end = 1 + len(feeds[i]) - num_real[i]  # the rest is padding
-                tokens, num_guesses = self.method.decide(sequence, best[i][:end], sure[i][:end])
-                news.append((sequence, sequence.take(tokens, width=self.cache.slots.size(1))))
+                num_asked = 1 + len(feeds[i]) - num_real[i]  # predictions that are no padding's
+                tokens, num_held = self.method.decide(
+                    sequence, best[i][:num_asked], sure[i][:num_asked]
+                )
+                news.append((sequence, sequence.take(tokens, self.cache.width)))
             # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses
-            counts.append(num_real[i] + num_guesses)
+            counts.append(num_real[i] + num_held)
         self.cache.commit(counts)
         return news
 
@@ -277,25 +283,26 @@ class Decoder:
         of the others. So with several tokens per forward (and no `verify`) the text is not a sample
         of the AR distribution.
         """
-        first = [max(0, real - 1) for real in num_real]  # the column of the last real token
+        first = [max(0, real - 1) for real in num_real]  # the last real token; 0 in an idle row
         width = max(map(len, feeds))
         num_columns = max(len(feed) - column for feed, column in zip(feeds, first))
         if self.options.compile and not is_prefill and width > 1:
-            width = num_columns = self.widest  # so there are two shapes: this, and one position
-        end = self.cache.capacity
-        padding = (self.config.mask_token_id, end, end + 1)  # after every text: no token sees it
+            # So there are two shapes to compile: this, and a single position (plain AR).
+            width = num_columns = self.widest
+        end_of_cache = self.cache.capacity  # after every text: no token sees the padding
+        padding = (self.config.mask_token_id, end_of_cache, end_of_cache + 1)
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
         fed = torch.tensor(padded, device=self.cache.device)  # (R, T, 3)
         columns = torch.tensor(first)[:, None] + torch.arange(num_columns)  # (R, C)
-        columns = columns.clamp(max=width - 1)
+        columns = columns.clamp(max=width - 1)  # of rows that need fewer; `step` cuts them off
         noise = None
         if self.options.temperature > 0:
             shape = (len(rows), num_columns, self.config.vocab_size)
             # A position at pos predicts the token at pos + 1.
-            places = [
-                [pos + 1 for _, pos, _ in feed[column:]] for feed, column in zip(feeds, first)
-            ]
-            noise = dice_of_rows(self.options.seed, sequences, places, shape, self.cache.device)
+            predicted = []
+            for feed, column in zip(feeds, first):
+                predicted.append([pos + 1 for _, pos, _ in feed[column:]])
+            noise = dice_of_rows(self.options.seed, sequences, predicted, shape, fed.device)
         self.cache.reserve(width, rows)
         forward = self.forward if is_prefill else self.fast_forward
         best, sure = forward(fed, columns.to(fed.device), noise).tolist()
@@ -304,7 +311,7 @@ class Decoder:
     def forward(self, fed: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
         """The best token of each column (R, C) and how sure it is: (2, R, C), one copy to the host.
 
-        fed (R, T, 3): token, pos and prefix. noise: dice (R, C, V). (--compile compiles this.)
+        fed (R, T, 3): token, pos and prefix. noise: the dice (R, C, V). --compile compiles this.
         """
         mask = self.cache.mask(fed[..., 1:])
         mask = additive_mask(mask, self.config, self.num_threads, self.cache.dtype)
@@ -314,11 +321,11 @@ class Decoder:
         if noise is not None:  # the best of logits + T * dice is a draw from p^(1/T)
             scores = logits + self.options.temperature * noise
         best = scores.argmax(-1)
-        # Confidence is taken at T = 1, as in the paper's code. But a guess of `verify` will meet
-        # the same dice again.
+        # Confidence is taken at T = 1, without dice, as in the paper's code. A guess of `verify`
+        # will meet the same dice in its check, so they belong to its odds.
         probs = (scores if self.options.verify else logits).softmax(-1)
         sure = confidences(probs, best, self.method.metric)
-        return torch.stack([best.to(sure.dtype), sure])
+        return torch.stack([best.to(sure.dtype), sure])  # float32 or more: exact for token ids
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:
@@ -353,7 +360,7 @@ def main() -> None:
         raise UserError("--prompt is empty")
     options = read_options(args, Options)
     model, chat = load_for_decoding(args)
-    prompt = chat.encode(chat.prompt([{"role": "user", "content": args.prompt}]))
+    prompt = chat.encode_prompt([{"role": "user", "content": args.prompt}])
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
     note_mode(options)

@@ -21,11 +21,12 @@ class KVCache:
     """Keys and values of every layer, (rows, kv_heads, capacity, head_dim) each; a length per row.
 
         slot     0 1 2 3 4 5 6 7 8 9 ...
-        row 0    p p p p a a M M M           length 4: two of the five count, then 6
-        row 1    p p p p p p a M M M .       length 6: one of the five counts, then 7
+        row 0    p p p p a a M M M           length 4; after commit 6
+        row 1    p p p p p p a M M M .       length 6; after commit 7
 
-    p was cached before. Five positions were written to each row: a are tokens accepted last time, M
-    one of B = 3 masks, and . is padding. commit([2, 1]) says what counts.
+    The rows as the next forward finds them: p are cached. It writes five positions to each: a are
+    tokens accepted last time, M is one of B = 3 masks, and . is padding. commit([2, 1]) then says
+    what counts.
 
     A text starts with `begin`. Then every forward, in this order:
         reserve   its T positions get the slots after each row's length
@@ -74,18 +75,19 @@ class KVCache:
         if end > self.capacity:
             raise ValueError(f"{end} positions exceed the cache's capacity of {self.capacity}")
         self.rows = rows
+        self.width = width
         self.span = min(self.capacity, ceil(end / self.unit) * self.unit)
         first = torch.tensor(lengths, device=self.device)[:, None]
         self.slots = first + torch.arange(width, device=self.device)  # (R, width)
         self.row = torch.tensor(rows, device=self.device)[:, None]  # (R, 1)
-        # All rows are a view of the whole, others a copy of their part.
+        # If all rows take part, in their order, nothing needs to be copied.
         self.at = slice(None) if len(rows) == len(self.lengths) else self.row[:, 0]
 
     def mask(self, places: Tensor) -> Tensor:
         """`model.visible` for the reserved positions: bool (R, 1, T, span).
 
-        places (R, T, 2): their pos and prefix. Slots after the reserved ones may hold anything, and
-        belong to no document.
+        places (R, T, 2): their pos and prefix, which are kept for later forwards. Slots after the
+        reserved ones may hold anything: they are of another document, False.
         """
         self.places[self.row, self.slots] = places
         pos, prefix = places[:, None, :, None].unbind(-1)  # (R, 1, T, 1)
@@ -156,10 +158,10 @@ class BlockCache(KVCache):
         return full if len(full) < len(text_lengths) else set()
 
 
-def make_cache(model, rows: int, longest: int, options) -> KVCache:
-    """The cache for a model and decode.Options; longest: the most positions of a row."""
+def make_cache(model, rows: int, num_slots: int, options) -> KVCache:
+    """The cache for a model and decode.Options; num_slots: the most that a row needs."""
     unit = COMPILED_UNIT if options.compile else UNIT
-    capacity = ceil(longest / unit) * unit
+    capacity = ceil(num_slots / unit) * unit
     settings = (model.config, rows, capacity, model.device, model.dtype, unit)
     if options.block_cache:
         return BlockCache(*settings, size=options.block_cache)

@@ -51,10 +51,11 @@ class Lossless:
     metric = "probability"
 
     def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
-        """block: B."""
+        """block: the number of masks in a group, B."""
         self.block = block
         self.mask_id = mask_id
-        self.most_groups = min(block + 1, int(1 / LEAST_PROBABILITY))  # their odds add up to 1
+        # The odds of all groups add up to 1, so no more than 1 / .2 of them can be likely.
+        self.most_groups = min(block + 1, int(1 / LEAST_PROBABILITY))
         self.looks_up = not is_batch_on_cpu
         if is_batch_on_cpu:
             self.most_groups = 1  # every row is as wide as the widest, and each position costs
@@ -98,7 +99,7 @@ class Lossless:
         if self.looks_up:
             text = sequence.text + accepted
             state.guesses += state.lookup.guesses(text, from_masks=state.guesses)
-        return Decision(accepted, num_guesses=held)
+        return Decision(accepted, num_held=held)
 
 
 class Lookup:

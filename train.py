@@ -62,7 +62,7 @@ def naive_loss(
     # before its block. Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short.
     block_start = mask_pos - mask_pos % block
     prefix = torch.cat([clean_pos + 1, block_start.clamp(min=P)])
-    # (T, T): pos, prefix and document of the query (a column), then of the key (a row)
+    # (T, T): a row for each query, a column for each key; all are of one document, 0
     sees = visible(pos[:, None], prefix[:, None], 0, pos, prefix, 0)
     hidden = model(tokens, pos[None], sees[None, None])[0]  # (T, D)
     # A position predicts the token after its own place: the last prompt token the first of the
@@ -85,7 +85,7 @@ class Recipe:
     mask_id: int
     block: int | None = 4  # B; None: the clean stream alone, which is ordinary fine-tuning
     blocks: str = "grid"  # where blocks begin: see `place_masks`
-    clean_weight: float = 1.0  # of the clean loss
+    ar_weight: float = 1.0  # of the clean loss
     start: Qwen2 | None = None  # a frozen model that the clean stream is held to: see `losses`
     batch_tokens: int = 4096  # positions in a forward
     row_width: int | None = None  # examples share rows of this width; None: each has its own
@@ -111,7 +111,7 @@ class Streams(NamedTuple):
         return Streams(*(field.to(device) for field in self))
 
 
-PADDING = {"prefix": 1, "doc": -1}  # the other fields are 0 at positions of no example
+PADDING = {"prefix": 1, "doc": -1}  # and 0 in all other fields
 
 
 def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tensor, Tensor]:
@@ -132,10 +132,10 @@ def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tens
 
 
 def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
-    """One example as [clean ; masks]; in each of the two losses its weights add up to 1.
+    """One example as [clean ; masks]. In a loss that it is in, its weights add up to 1.
 
-    The last position of each stream, which predicts nothing, is left out. An example without masks
-    has no weights in the noisy loss.
+    The last position of each stream, which predicts nothing, is left out: of the L tokens L - 1 are
+    in the clean stream. An example without masks is not in the noisy loss.
     """
     x = torch.tensor(example.tokens)
     P = example.prompt_length
@@ -145,8 +145,8 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     first_weight = 0.0
     if recipe.block is not None and example.has_masks:
         mask_pos, block_start = place_masks(P, L, recipe.block, recipe.blocks)
-        # No mask predicts the first response token: in the noisy loss, too, the clean stream does.
-        # (But a clean stream that is held to a model learns no tokens.)
+        # No mask predicts the first response token. The last prompt token does, so it counts in the
+        # noisy loss, too, as in the paper. With --hold the clean stream learns no tokens at all.
         if recipe.start is None:
             first_weight = 1 / example.num_targets
     M = len(mask_pos)
@@ -210,7 +210,7 @@ def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
 def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
     """Hidden states (R, T, D) of the clean stream alone; 0 at masks, which are not computed.
 
-    Each example has a row of its own here, in a plain causal forward.
+    For --hold's frozen model, which needs no masks: each example is a row of a causal forward.
     """
     is_clean = ~inputs.is_mask & (inputs.doc >= 0)
     docs, row = inputs.doc[is_clean].unique(return_inverse=True)
@@ -226,7 +226,7 @@ def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
 
 
 def losses(model: Qwen2, inputs: Streams, start: Qwen2 | None = None) -> tuple[Tensor, Tensor]:
-    """(noisy, clean): two weighted sums of cross-entropies; noisy + clean is the paper's loss.
+    """(noisy, clean): two weighted sums of cross-entropies, of which the paper's loss is the sum.
 
     With `start`, clean (also in the log) is the divergence KL(start || model) of the clean stream's
     predictions instead, per response token and over the whole vocabulary.
@@ -239,12 +239,12 @@ def losses(model: Qwen2, inputs: Streams, start: Qwen2 | None = None) -> tuple[T
         log_probs = model.logits(hidden).log_softmax(-1)
         start_log_probs = start.logits(start_hidden).log_softmax(-1)
         gaps = start_log_probs - log_probs
-        gaps = gaps.masked_fill(start_log_probs.isneginf(), 0)  # of the mask, never predicted
+        gaps = gaps.masked_fill(start_log_probs.isneginf(), 0)  # of `<|mask|>`: -inf in both
         return (start_log_probs.exp() * gaps).sum(-1)
 
-    def weighted_sum(term, other: Tensor, weight: Tensor) -> Tensor:
+    def weighted_sum(loss, reference: Tensor, weight: Tensor) -> Tensor:
         at = weight.nonzero(as_tuple=True)  # row and column of each position that counts
-        return (model.in_chunks(term, hidden[at], other[at]) * weight[at]).sum()
+        return (model.in_chunks(loss, hidden[at], reference[at]) * weight[at]).sum()
 
     hidden = hidden_states(model, inputs)
     noisy = weighted_sum(cross_entropy, inputs.target, inputs.noisy_weight)
@@ -262,7 +262,7 @@ def add_gradients(model: Qwen2, examples: list[Example], recipe: Recipe) -> Tens
     for inputs in forward_inputs(examples, recipe, rank, size):
         with processes.arithmetic_in(recipe.dtype, model.device):
             noisy, clean = losses(model, inputs.to(model.device), recipe.start)
-        loss = noisy + recipe.clean_weight * clean
+        loss = noisy + recipe.ar_weight * clean
         (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
         sums += torch.stack([noisy, clean]).detach()
     return sums
@@ -353,15 +353,13 @@ def train(
             num_tokens = sum(len(example.tokens) for example in examples)
             record = {
                 "step": step,
-                "noisy": round(noisy, 5),
+                "noisy": round(noisy, 5),  # 0 for --objective sft
                 "clean": round(clean, 5),
                 "lr": rate,
                 "grad_norm": round(norm, 4),
                 "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
                 "memory_gib": round(processes.peak_memory(model.device), 2),
             }
-            if recipe.block is None:
-                del record["noisy"]
             is_due = done >= 1 or step % args.save_every == 0
             if is_due and data.held_out:
                 record["look_ahead"] = look_ahead(model, data.held_out, recipe)
@@ -442,10 +440,10 @@ def prepare(
     positions = config.max_position_embeddings
     if args.max_length > positions:
         raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
-    clean_weight = args.ar_weight
+    ar_weight = args.ar_weight
     start = None
     if args.hold is not None:
-        clean_weight = args.hold
+        ar_weight = args.hold
         start, _ = load(args.model, device, dtype)
     config.block = args.block if args.objective == "mars" else None  # is saved with the model
     masks_per_token = args.block if args.blocks == "every" else 1
@@ -453,7 +451,7 @@ def prepare(
         mask_id=config.mask_token_id,
         block=config.block,
         blocks=args.blocks,
-        clean_weight=clean_weight,
+        ar_weight=ar_weight,
         start=start,
         batch_tokens=args.batch_tokens,
         row_width=packed_width(model, (1 + masks_per_token) * args.max_length),

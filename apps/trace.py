@@ -40,12 +40,12 @@ class TracedMethod:
         guesses, masks = split(fed)
         facts = {
             "checked": self.labels(guesses),
-            "held": decision.num_guesses,
+            "held": decision.num_held,
             "masks": len(masks),
             "groups": len({prefix for _, _, prefix in masks}),
         }
         if self.verify:
-            facts |= self.next_guesses(sequence, fed, best, sure, decision.num_guesses)
+            facts |= self.next_guesses(sequence, fed, best, sure, decision.num_held)
         else:
             facts["candidates"] = list(zip(self.labels(best), sure))
             facts["passed"] = len(decision.tokens)

@@ -54,21 +54,23 @@ Fed = tuple[int, int, int]  # token, pos and prefix (`visible` in model.py) of a
 
 class Decision(NamedTuple):
     tokens: list[int]  # the accepted ones
-    num_guesses: int  # how many of them the forward was fed as guesses: they are in the cache
+    num_held: int  # how many of them the forward was fed as guesses: they are in the cache already
 
 
 class Method(Protocol):
     """How to decode. Threshold in decode.py is the paper's way, Lossless in lossless.py is ours."""
 
     widest: int  # the most positions of a row in a forward, prefills aside
+    metric: str  # how sure a position is: see `confidences` in decode.py
 
     def feed(self, sequence: Sequence) -> list[Fed]:
         """What a forward is fed after the text: guesses and masks."""
 
     def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
-        """What is accepted. best: the token that each position predicts; sure: how sure it is.
+        """What is accepted. best: the token that each position predicts; sure: its confidence.
 
-        Position 0 is the last token of the text; the others are what `feed` gave.
+        Position 0 is the last token of the text; the others are what `feed` gave. (For the metric
+        entropy a lower confidence is surer.)
         """
 
 

@@ -74,7 +74,7 @@ def test_losses_by_hand(blocks, hold, monkeypatch):
             MASK,
             block if blocks else None,
             blocks or "grid",
-            clean_weight=0.7,
+            ar_weight=0.7,
             start=start,
             batch_tokens=rng.choice([1, 600]),
             row_width=rng.choice([None, 200]),
@@ -195,7 +195,7 @@ def test_a_step_by_hand(monkeypatch):
     ours = tiny_model(random.Random(1))
     theirs = tiny_model(random.Random(1))
     args = arguments("--lr", 0.02, "--steps", 4)
-    recipe = Recipe(MASK, block, clean_weight=0.3, batch_tokens=128)
+    recipe = Recipe(MASK, block, ar_weight=0.3, batch_tokens=128)
     run = NoRun()
     assert train.train(ours, None, FixedData(examples), run, args, recipe) == 0
     assert len(run.records) == 4
@@ -279,7 +279,7 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     assert [len(shares) for shares in measured] == [4, 4, 4] and measured[-1][0] > 0.95
     model, chat = load(str(mars))
     assert model.config.block == 3 and load(str(sft))[0].config.block is None
-    assert "noisy" not in log(sft)[0]
+    assert log(sft)[0]["noisy"] == 0
     prompt = chat.encode_prompt([{"role": "user", "content": "How many?"}])
     [answer] = generate(model, [prompt], tau=0.95)
     assert chat.decode(answer.tokens) == row["response"]

@@ -146,7 +146,7 @@ def whole_step(model: Qwen2, examples: list[Example], recipe: Recipe, worlds=1) 
     for rank in range(worlds):
         for inputs in forward_inputs(examples, recipe, rank, worlds):
             noisy, clean = losses(model, inputs.to(model.device), recipe.start)
-            (noisy + recipe.clean_weight * clean).backward()
+            (noisy + recipe.ar_weight * clean).backward()
             sums += torch.stack([noisy, clean]).detach().cpu()
     return torch.cat([sums, *(weight.grad.flatten().cpu() for weight in model.parameters())])
 

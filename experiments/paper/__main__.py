@@ -24,6 +24,7 @@ from decode import generate
 from experiments.paper.baselines import diffuse, jacobi
 from experiments.paper.report import ENTROPY, MARGIN, ONE, OURS, PAPER, write_report
 from model import Qwen2, load
+from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.data import encode_prompt
 from plumbing.errors import UserError, run_main
@@ -140,6 +141,7 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
 
 
 def main() -> None:
+    Parser("The paper's claims at a scale that a laptop reaches.").parse_args()
     pieces = [(name, seed) for name, arm in ARMS.items() for seed in range(arm.num_seeds)]
     missing = [piece for piece in pieces if not record_path(*piece).exists()]
     if missing:

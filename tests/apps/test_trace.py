@@ -93,7 +93,7 @@ def test_guesses_come_from_masks_that_saw_no_failure():
     fed = [(20, 5, 6), (21, 6, 7), *groups[0], *groups[1], *groups[2]]
     inner = SimpleNamespace(widest=9, metric="probability")
     inner.feed = mock.Mock(side_effect=[fed, [(34, 7, 8), (99, 8, 9)]])
-    inner.decide = mock.Mock(return_value=Decision([20, 50], num_guesses=1))
+    inner.decide = mock.Mock(return_value=Decision([20, 50], num_held=1))
     method = TracedMethod(inner, verify=True, chat=chat)
     sequence = SimpleNamespace(text=[2, 3, 4, 5, 6])
     method.feed(sequence)
