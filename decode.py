@@ -259,10 +259,8 @@ class Decoder:
         for i, sequence in enumerate(sequences):
             num_held = 0
             if sequence:
-                num_asked = 1 + len(feeds[i]) - num_real[i]  # predictions that are no padding's
-                tokens, num_held = self.method.decide(
-                    sequence, best[i][:num_asked], sure[i][:num_asked]
-                )
+                n = 1 + len(feeds[i]) - num_real[i]  # predictions, without those of padding
+                tokens, num_held = self.method.decide(sequence, best[i][:n], sure[i][:n])
                 news.append((sequence, sequence.take(tokens, self.cache.width)))
             # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses
             counts.append(num_real[i] + num_held)
