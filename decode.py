@@ -84,7 +84,7 @@ class Options:
         None, "B, number of masks (default: as in training, or 4)", int, 1, 1000
     )
     block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, 1)
-    verify: bool = option(False, "lossless: the text of --tau 1, in fewer forwards")
+    verify: bool = option(False, "lossless: the text of --tau 1 up to rounding, in fewer forwards")
     max_new: int = option(256, "maximum number of new tokens", least=1)
     temperature: float = option(0.0, "0 is greedy", least=0, below=1e30)
     seed: int = option(0, "sampling seed", least=0, below=2**62)
@@ -166,7 +166,7 @@ class Decoder:
     not in the cache yet, then what its method adds: masks or guesses. From the last real token on,
     each position predicts a token, and the method says which of these are accepted. Accepted tokens
     enter the cache when the next forward feeds them. (When the weights of the model change, make a
-    new decoder: this one keeps a copy of them, and the cache holds what the old ones computed.)
+    new decoder: the cache holds what the old ones computed, and there may be a copy of them.)
     """
 
     def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
@@ -261,7 +261,7 @@ class Decoder:
             if sequence:
                 n = 1 + len(feeds[i]) - num_real[i]  # predictions, without those of padding
                 tokens, num_held = self.method.decide(sequence, best[i][:n], sure[i][:n])
-                news.append((sequence, sequence.take(tokens, self.cache.width)))
+                news.append((sequence, sequence.take(tokens, self.cache.width)))  # `reserve`'s
             # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses
             counts.append(num_real[i] + num_held)
         self.cache.commit(counts)
@@ -285,9 +285,10 @@ class Decoder:
         width = max(map(len, feeds))
         num_columns = max(len(feed) - column for feed, column in zip(feeds, first))
         if self.options.compile and not is_prefill and width > 1:
-            # So there are two shapes to compile: this, and a single position (plain AR).
+            # So there are two widths to compile: this, and a single position (plain AR).
             width = num_columns = self.widest
-        end_of_cache = self.cache.capacity  # after every text: no token sees the padding
+        # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
+        end_of_cache = self.cache.capacity
         padding = (self.config.mask_token_id, end_of_cache, end_of_cache + 1)
         padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
         fed = torch.tensor(padded, device=self.cache.device)  # (R, T, 3)
@@ -319,8 +320,8 @@ class Decoder:
         if noise is not None:  # the best of logits + T * dice is a draw from p^(1/T)
             scores = logits + self.options.temperature * noise
         best = scores.argmax(-1)
-        # Confidence is taken at T = 1, without dice, as in the paper's code. A guess of `verify`
-        # will meet the same dice in its check, so they belong to its odds.
+        # Confidence is taken at T = 1, without dice (as in the paper's code). A guess of `verify`
+        # is checked with the same dice, so its chance depends on them.
         probs = (scores if self.options.verify else logits).softmax(-1)
         sure = confidences(probs, best, self.method.metric)
         return torch.stack([best.to(sure.dtype), sure])  # float32 or more: exact for token ids

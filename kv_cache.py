@@ -87,20 +87,21 @@ class KVCache:
         """`model.visible` for the reserved positions: bool (R, 1, T, span).
 
         places (R, T, 2): their pos and prefix, which are kept for later forwards. Slots after the
-        reserved ones may hold anything: they are of another document, False.
+        reserved ones may hold anything: they are of another document.
         """
         self.places[self.row, self.slots] = places
         pos, prefix = places[:, None, :, None].unbind(-1)  # (R, 1, T, 1)
         slot_pos, slot_prefix = self.places[self.at][:, None, None, : self.span].unbind(-1)
-        is_written = torch.arange(self.span, device=self.device) <= self.slots[:, None, None, -1:]
-        return visible(pos, prefix, True, slot_pos, slot_prefix, is_written)
+        is_after = torch.arange(self.span, device=self.device) > self.slots[:, None, None, -1:]
+        return visible(pos, prefix, 0, slot_pos, slot_prefix, -1 * is_after)  # documents 0 and -1
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, T, head_dim) into the reserved slots; return the whole span."""
         keys, values = self.layers[layer]
+        # (R, T, kv_heads, head_dim): the dimensions of index tensors come first
         keys[self.row, :, self.slots] = k.transpose(1, 2)
         values[self.row, :, self.slots] = v.transpose(1, 2)
-        return keys[self.at][:, :, : self.span], values[self.at][:, :, : self.span]
+        return keys[self.at, :, : self.span], values[self.at, :, : self.span]
 
     def commit(self, counts: list[int]) -> None:
         """Keep the first counts[i] of the positions just written to the i-th reserved row."""

@@ -149,7 +149,7 @@ class State:
 
         Positions are counted from x, the last real token: after it come the guesses, then the
         groups, `block` masks each. The best group saw the most guesses, all of which hold. If it
-        saw j of the `held` guesses, its first held - j masks predict guesses that hold.
+        saw j of the `held` guesses, its first held - j masks predict tokens that are accepted now.
         """
         saw_no_failure = [j for j in self.groups if j <= held]
         if not saw_no_failure:

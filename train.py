@@ -119,7 +119,7 @@ def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tens
 
     grid: a mask stands in the place of each response token but the last, which has no next token.
     Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short. every: a block of B
-    masks begins in each of these places, because a decoder may meet any of them.
+    masks begins in the place of each response token but the last, as a decoder may need it.
     """
     mask_pos = torch.arange(prompt, length - 1)
     if blocks == "grid":
@@ -132,16 +132,16 @@ def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tens
 
 
 def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
-    """One example as [clean ; masks]. In a loss that it is in, its weights add up to 1.
+    """One example as [clean ; masks]; its weights are those of a mean over its predictions.
 
     The last position of each stream, which predicts nothing, is left out: of the L tokens L - 1 are
-    in the clean stream. An example without masks is not in the noisy loss.
+    in the clean stream. An example without masks has no weight in the noisy loss.
     """
     x = torch.tensor(example.tokens)
     P = example.prompt_length
     L = len(x)
     clean_pos = torch.arange(L - 1)
-    mask_pos = block_start = torch.arange(0)
+    mask_pos = block_start = torch.arange(0)  # none
     first_weight = 0.0
     if recipe.block is not None and example.has_masks:
         mask_pos, block_start = place_masks(P, L, recipe.block, recipe.blocks)
@@ -213,7 +213,7 @@ def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
     For --hold's frozen model, which needs no masks: each example is a row of a causal forward.
     """
     is_clean = ~inputs.is_mask & (inputs.doc >= 0)
-    docs, row = inputs.doc[is_clean].unique(return_inverse=True)
+    docs, row = inputs.doc[is_clean].unique(return_inverse=True)  # row: of each clean position
     pos = inputs.pos[is_clean]
     num_rows = max(1, len(docs))  # some process may have no example left
     tokens = pos.new_zeros(num_rows, int(inputs.pos.max()) + 1)
