@@ -461,6 +461,8 @@ def prepare(
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     machine = f"{processes.rank_and_size()[1]} x {device}"
     processes.say(f"{args.model}: {millions:.1f} M parameters on {machine}; {len(rows)} rows")
+    if not data.held_out:
+        processes.say("fewer than ten rows: none is held out to measure look-ahead on")
     return model, chat, data, run, recipe
 
 
