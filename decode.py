@@ -165,8 +165,8 @@ class Decoder:
     Every `step` is one forward: feed, predict, decide. A row feeds the tokens of its text that are
     not in the cache yet, then what its method adds: masks or guesses. From the last real token on,
     each position predicts a token, and the method says which of these are accepted. Accepted tokens
-    enter the cache when the next forward feeds them. (When the weights of the model change, make a
-    new decoder: the cache holds what the old ones computed, and there may be a copy of them.)
+    enter the cache when the next forward feeds them; guesses that hold were fed already. (When the
+    weights change, make a new decoder: the cache holds what the old ones computed.)
     """
 
     def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
@@ -257,12 +257,12 @@ class Decoder:
         news = []
         counts = []
         for i, sequence in enumerate(sequences):
-            num_held = 0
+            num_held = 0  # accepted tokens that were fed as guesses
             if sequence:
                 n = 1 + len(feeds[i]) - num_real[i]  # predictions, without those of padding
                 tokens, num_held = self.method.decide(sequence, best[i][:n], sure[i][:n])
-                news.append((sequence, sequence.take(tokens, self.cache.width)))  # `reserve`'s
-            # cached tokens += real tokens that were fed + accepted tokens that were fed as guesses
+                news.append((sequence, sequence.take(tokens, self.cache.width)))
+            # cached tokens += real tokens that were fed + guesses that hold
             counts.append(num_real[i] + num_held)
         self.cache.commit(counts)
         return news
@@ -321,7 +321,7 @@ class Decoder:
             scores = logits + self.options.temperature * noise
         best = scores.argmax(-1)
         # Confidence is taken at T = 1, without dice (as in the paper's code). A guess of `verify`
-        # is checked with the same dice, so its chance depends on them.
+        # is checked with the same dice: one that they favour by far is likely to hold.
         probs = (scores if self.options.verify else logits).softmax(-1)
         sure = confidences(probs, best, self.method.metric)
         return torch.stack([best.to(sure.dtype), sure])  # float32 or more: exact for token ids

@@ -143,7 +143,7 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     clean_pos = torch.arange(L - 1)
     mask_pos = block_start = torch.arange(0)  # none
     first_weight = 0.0
-    if recipe.block is not None and example.has_masks:
+    if recipe.block is not None and example.has_masks:  # a row may say that it has none
         mask_pos, block_start = place_masks(P, L, recipe.block, recipe.blocks)
         # No mask predicts the first response token. The last prompt token does, so it counts in the
         # noisy loss, too, as in the paper. With --hold the clean stream learns no tokens at all.
@@ -446,7 +446,9 @@ def prepare(
         ar_weight = args.hold
         start, _ = load(args.model, device, dtype)
     config.block = args.block if args.objective == "mars" else None  # is saved with the model
-    masks_per_token = args.block if args.blocks == "every" else 1
+    masks_per_token = 0
+    if config.block:
+        masks_per_token = config.block if args.blocks == "every" else 1
     recipe = Recipe(
         mask_id=config.mask_token_id,
         block=config.block,
