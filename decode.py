@@ -273,7 +273,7 @@ class Decoder:
         sequences: list,
         feeds: list[list[Fed]],
         num_real: list[int],
-        is_prefill,
+        is_prefill: bool,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """For each row the tokens predicted from its last real token on, and how sure they are.
 
