@@ -5,11 +5,11 @@
     python -m bench.lm_harness --tasks toy gsm8k --limit 50
 
 The first command prints the paper's six tasks. The second needs no network: `toy` is the bundled
-word problems; in bench/data are 400 questions for `gsm8k`, which is gsm8k_cot, and 250 of ifeval's
-541 prompts for `ifeval_bundled`. (Without a network give it --limit 225: the last 25 are judged
-with nltk's punkt_tab, which is downloaded.) Settings are the paper's: the chat template, no
-examples in the prompt (BBH has three), up to 256 new tokens, greedy. The rest of a task is the
-harness's own.
+word problems; in bench/data are 400 questions for `gsm8k`, which is gsm8k_cot, 250 of ifeval's 541
+prompts for `ifeval_bundled`, and half of HumanEval's problems for `humaneval_bundled`. (Without a
+network give ifeval --limit 225: the last 25 are judged with nltk's punkt_tab, which is downloaded.)
+Settings are the paper's: the chat template, no examples in the prompt (BBH has three), up to 256
+new tokens, greedy. The rest of a task is the harness's own.
 
 A stop string ends an answer where the string begins. As in one-token decoding, its tokens count up
 to the one that completes it; later tokens of the same forward do not.
@@ -50,14 +50,17 @@ METRICS = {  # the one that is printed for each task
     "gsm8k_cot": "exact_match,flexible-extract",
     "humaneval_instruct": "pass@1,create_test",
     "toy": "exact_match,last-number",
+    "humaneval_bundled": "passes,program",
 }
-PAPER = list(METRICS)[:-1]
+PAPER = list(METRICS)[:-2]
 HERE = Path(__file__).parent
 BUNDLED = {  # the task that is run on problems of ours, and where these are
     "toy": ("toy", HERE.parent / "toy/test.jsonl"),
     "gsm8k": ("gsm8k_cot", HERE / "data/gsm8k/test.jsonl"),
     "ifeval_bundled": ("ifeval", HERE / "data/ifeval/test.jsonl"),
+    "humaneval_bundled": ("humaneval_bundled", HERE / "data/human_eval/test.jsonl"),
 }
+RUN_CODE = ("humaneval_instruct", "humaneval_bundled")  # these run what the model wrote
 
 # ------------------------------------------------------------------------------ the harness's model
 
@@ -181,19 +184,20 @@ def main() -> None:
     parser.add_model(str(common.TOY / "mars"), "directory or hub id")
     add = parser.add_argument
     tasks = {"nargs": "+", "default": PAPER, "choices": [*METRICS, *BUNDLED], "metavar": "TASK"}
-    add("--tasks", **tasks, help="also: toy, gsm8k, ifeval_bundled")
+    add("--tasks", **tasks, help="also: toy, gsm8k, ifeval_bundled, humaneval_bundled")
     add("--limit", type=number(int, 1), help="only the first so many problems of each task")
-    add("--run-code", action="store_true", help="let humaneval run what the model wrote")
+    add("--run-code", action="store_true", help="let HumanEval run what the model wrote")
     common.add_decoding(parser, rows=8)
     args = parser.parse_args()
-    if "humaneval_instruct" in args.tasks and not args.run_code:
-        raise UserError("humaneval_instruct runs what the model wrote: allow it with --run-code")
+    for task in RUN_CODE:
+        if task in args.tasks and not args.run_code:
+            raise UserError(f"{task} runs what the model wrote: allow it with --run-code")
     if args.run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for it a second time
     ways = common.ways_to_decode(args)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
-    manager = TaskManager(include_path=str(HERE))  # toy.yaml; it reads some ten thousand files
+    manager = TaskManager(include_path=str(HERE))  # our YAML files; it reads some ten thousand
     rows = []
     for way, options in ways.items():
         lm.options = options

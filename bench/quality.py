@@ -20,6 +20,8 @@ is one, it is a bug, and the exit status is 1.
 
 If all rows have a `response`, as training data do, a line says how well the model predicts these:
 in nats, the mean of -log p of a token. With --against it says how much worse than the other model.
+Another line is of a mask after each of their tokens: how many are sure, and how many of these are
+wrong. For answers of the model itself that is what a tau of .95 costs.
 """
 
 import sys
@@ -39,8 +41,10 @@ from plumbing.data import Example, make_example
 from plumbing.errors import UserError, naming, run_main
 from plumbing.sampling import dice
 from plumbing.scheduler import num_in_common
+from train import Recipe, forward_inputs, hidden_states
 
 TIE = 1e-4
+SURE = 0.95
 
 
 # ------------------------------------------------------------------------ the columns of the table
@@ -166,6 +170,27 @@ def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> st
     return f"{text}; {more:+.3f} nats/token (95 %: {low:+.3f} to {high:+.3f})"
 
 
+@torch.inference_mode()
+def first_masks(model: Qwen2, examples: list[Example]) -> tuple[int, int, int]:
+    """Of a first mask after each response token but the last: how many, how many sure, and wrong.
+
+    Sure: with a probability of SURE or more. Wrong: sure of another token than the response's.
+    """
+    one_mask = Recipe(model.config.mask_token_id, block=1, blocks="every")
+    num_masks = num_sure = num_wrong = 0
+    for example in examples:
+        for inputs in forward_inputs([example], one_mask):
+            inputs = inputs.to(model.device)
+            hidden = hidden_states(model, inputs)
+            sure, best = model.logits(hidden[inputs.is_mask]).softmax(-1).max(-1)  # (M,)
+            is_sure = sure >= SURE
+            is_wrong = is_sure & (best != inputs.target[inputs.is_mask])
+            num_masks += len(sure)
+            num_sure += int(is_sure.sum())
+            num_wrong += int(is_wrong.sum())
+    return num_masks, num_sure, num_wrong
+
+
 # ----------------------------------------------------------------------------------------- the run
 
 
@@ -206,6 +231,9 @@ def main() -> None:
     print(make_table(chat, problems, answers, rivals))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
+        num_masks, num_sure, num_wrong = first_masks(model, given)
+        print(f"First masks: {num_sure / max(1, num_masks):.1%} pass {SURE}; ", end="")
+        print(f"of these {num_wrong / max(1, num_sure):.1%} are wrong ({num_wrong} of {num_sure}).")
     if "verify" in ways:
         check_partings(model, answers["AR"], answers["verify"], ways["verify"])
 

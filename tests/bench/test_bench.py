@@ -98,6 +98,30 @@ def test_how_well_given_responses_are_predicted(toy):
     assert quality.given_responses(model, chat, [row, {"prompt": "a"}]) == []
 
 
+def test_first_masks_that_are_sure_and_wrong(toy):
+    """One forward for each mask: prompt, a part of the response, one mask."""
+    model, chat = toy
+    mask_id = model.config.mask_token_id
+    problems = common.read_problems(ROOT / "toy/test.jsonl", 2)
+    answers = generate(model, common.encode(chat, problems), tau=1.0)
+    texts = [chat.decode(answer.tokens) for answer in answers]
+    texts[1] = texts[0]  # an answer to another question: its masks are wrong
+    rows = [row | {"response": text} for row, text in zip(problems, texts)]
+    examples = quality.given_responses(model, chat, rows)
+    expected = [0, 0, 0]
+    for example in examples:
+        for place in range(example.prompt_length, len(example.tokens) - 1):
+            ids = torch.tensor([[*example.tokens[:place], mask_id]])
+            hidden = model(ids, torch.arange(place + 1)[None], None)
+            probs = model.logits(hidden[0, -1:])[0].softmax(-1)
+            is_sure = probs.max() >= 0.95
+            expected[0] += 1
+            expected[1] += bool(is_sure)
+            expected[2] += bool(is_sure and probs.argmax() != example.tokens[place + 1])
+    assert quality.first_masks(model, examples) == tuple(expected)
+    assert expected[0] > expected[1] > expected[2] > 0
+
+
 def test_accuracy_against_that_of_another():
     """Two more of three are right; and one is, another no longer."""
     rivals = [[False, False, False], [True, False, True]]

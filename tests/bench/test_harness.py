@@ -62,6 +62,22 @@ def test_bundled_ifeval_judges_by_its_own_rules(monkeypatch, capsys):
     assert "50.0%" in row, "two of the first four ask for small letters only"
 
 
+def test_bundled_humaneval_runs_the_code(monkeypatch, capsys):
+    """Of four problems two get their solution, one a wrong value, one a program without an end."""
+    problems = [json.loads(line) for line in open(ROOT / "bench/data/human_eval/test.jsonl")][:4]
+    right = [row["prompt"] + row["canonical_solution"] for row in problems]
+    answers = [f"Sure:\n\n```python\n{right[0]}\n```\nIt works.", f"```\n{right[1]}"]
+    wrong = f"def {problems[2]['entry_point']}(x): return 7"
+    answers += [f"```python\n{right[2]}\n{wrong}"]
+    answers += ["```python\nwhile True: pass\n```"]
+    monkeypatch.setattr(Mars, "generate_until", lambda lm, requests: answers)
+    words = ["--tasks", "humaneval_bundled", "--run-code", "--limit", 4, "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words)])
+    lm_harness.main()
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| verify")]
+    assert "50.0%" in row
+
+
 def test_stop_strings_cut_text_and_tokens_alike(lm):
     question = "Mia has 5 bags with 12 plums in each. How many plums are there in the end?"
     context = lm.apply_chat_template([{"role": "user", "content": question}])
@@ -84,7 +100,8 @@ def test_a_turn_that_the_task_begins(lm):
     assert text == lm.chat.prompt(turns[:1]) + "It is"
 
 
-def test_humaneval_must_be_allowed_to_run_code(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["lm_harness", "--tasks", "humaneval_instruct"])
+@pytest.mark.parametrize("task", lm_harness.RUN_CODE)
+def test_humaneval_must_be_allowed_to_run_code(monkeypatch, task):
+    monkeypatch.setattr("sys.argv", ["lm_harness", "--tasks", task])
     with pytest.raises(UserError, match="allow it with --run-code"):
         lm_harness.main()
