@@ -1,10 +1,10 @@
-"""Print 350 questions to train a Qwen2.5-Coder on, as JSONL.
+"""Print questions to train a Qwen2.5-Coder on, as JSONL: more than half of them on code.
 
-    python qwen2.5/questions.py GSM8K/train.jsonl IFEVAL/input_data.jsonl > questions.jsonl
+    python qwen2.5/questions.py GSM8K/train.jsonl IFEVAL/input_data.jsonl --count 6000
 
-140 are of GSM8K (with the request to be brief), 80 plain ones, and 30 of IFEval's prompts that are
-not in bench/data. 100 are on code: the signature and the docstring of a function in the standard
-library of the Python that runs this. (Python 3.11 has 1,221.)
+A quarter is of GSM8K, with the request to be brief. At most an eighth are plain questions, a twelfth
+prompts of IFEval: of those that are not in bench/data. The others ask to complete, change, explain,
+test or fix a function of the standard library of the Python that runs this.
 """
 
 import argparse
@@ -12,23 +12,52 @@ import ast
 import json
 import random
 import sysconfig
+import textwrap
 import warnings
 from pathlib import Path
 
-SIZES = range(60, 800)  # characters: less says too little, more is a manual
 BRIEF = "Solve the problem in two or three sentences. End with the answer as a number."
 BENCH = Path(__file__).parent.parent / "bench/data"
+SIZES = range(150, 900)  # characters of a function
+TASKS = {
+    "complete": [
+        "Complete this Python function.",
+        "Complete this Python function. Answer with the whole function in one code block.",
+        "Fill in the body of this function. Give only the code.",
+        "Write this Python function:",
+    ],
+    "change": [
+        "Add type hints to this function:",
+        "Add a docstring to this function. Give the whole function.",
+        "Add error handling to this function and show all of its code:",
+        "Rename the variables of this function to be clearer, and give the whole function:",
+        "Rewrite this function so that it is easier to read:",
+    ],
+    "explain": [
+        "Explain what this function does:",
+        "Explain this function line by line:",
+        "What does this code return, and when does it raise an error?",
+    ],
+    "test": [
+        "Write pytest tests for this function:",
+        "Write three assert statements that test this function:",
+    ],
+    "fix": [
+        "This function has a bug. Find it and give the corrected function:",
+        "Fix this Python function. Give the whole function:",
+    ],
+}
+SHARES = [6, 2, 1, 1, 2]  # of the tasks; half of the functions have no docstring to complete
+MISTAKES = [("==", "!="), ("<", ">"), (" + ", " - "), ("not ", ""), ("0", "1"), (" and ", " or ")]
 
 
 def functions(source: str) -> list[str]:
-    """Of every public function with a docstring at the top of a module."""
+    """The source of every function and method of a module."""
     result = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-            node.body = node.body[:1]  # the docstring
-            text = ast.unparse(node)
-            if len(text) in SIZES and not node.name.startswith("_"):
-                result.append(f"Write this Python function:\n\n```python\n{text}\n```")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            text = ast.get_source_segment(source, node)
+            result.append(textwrap.dedent(" " * node.col_offset + text))
     return result
 
 
@@ -37,13 +66,48 @@ def standard_library() -> list[str]:
     found = []
     folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.rglob("*.py")):
-        if "site-packages" in path.parts or "test" in path.parts:
-            continue
-        try:
-            found += functions(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeError):  # examples of wrong code
-            continue
-    return list(dict.fromkeys(found))  # each once
+        if {"site-packages", "test", "tests"}.isdisjoint(path.parts):
+            try:
+                found += functions(path.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeError):  # examples of wrong code
+                continue
+    return [text for text in dict.fromkeys(found) if len(text) in SIZES]  # each once
+
+
+def without_body(function: str) -> str | None:
+    """Its signature and docstring, if it has one."""
+    try:
+        [node] = ast.parse(function).body
+    except SyntaxError:  # text in triple quotes that was indented less
+        return None
+    if not ast.get_docstring(node):
+        return None
+    node.body = node.body[:1]
+    return ast.unparse(node)
+
+
+def with_mistake(function: str) -> str:
+    """One operator or number is another one, where there is any."""
+    right, wrong = random.choice([pair for pair in MISTAKES if pair[0] in function] or MISTAKES)
+    parts = function.split(right)
+    at = random.randrange(1, len(parts) + 1)
+    return right.join(parts[:at]) + (wrong if parts[at:] else "") + right.join(parts[at:])
+
+
+def on_code(function: str) -> str:
+    """A question about a function."""
+    beginning = without_body(function)
+    shares = SHARES if beginning else [0, *SHARES[1:]]
+    [task] = random.choices(list(TASKS), shares)
+    if task == "complete":
+        function = beginning
+    elif task == "fix":
+        function = with_mistake(function)
+    return f"{random.choice(TASKS[task])}\n\n```python\n{function}\n```"
+
+
+def some(questions: list[str], count: int) -> list[str]:
+    return random.sample(questions, min(count, len(questions)))
 
 
 def read(file: Path, field: str) -> list[str]:
@@ -51,18 +115,21 @@ def read(file: Path, field: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="350 questions to train a Qwen2.5-Coder on.")
+    parser = argparse.ArgumentParser(description="Questions to train a Qwen2.5-Coder on.")
     parser.add_argument("gsm8k", type=Path, help="GSM8K's train.jsonl")
     parser.add_argument("ifeval", type=Path, help="IFEval's input_data.jsonl")
+    parser.add_argument("--count", type=int, default=6000, help="how many questions")
     args = parser.parse_args()
+    random.seed(1)
     measured = read(BENCH / "ifeval/test.jsonl", "prompt")
     others = [prompt for prompt in read(args.ifeval, "prompt") if prompt not in measured]
-    random.seed(1)
-    numbers = random.sample(read(args.gsm8k, "question"), 140)
-    plain = random.sample(read(BENCH / "plain/train.jsonl", "prompt"), 80)
-    plain += random.sample(standard_library(), 100) + random.sample(others, 30)
+    problems = some(read(args.gsm8k, "question"), args.count // 4)
+    plain = some(read(BENCH / "plain/train.jsonl", "prompt"), args.count // 8)
+    plain += some(others, args.count // 12)
+    rest = args.count - len(problems) - len(plain)
+    plain += [on_code(function) for function in some(standard_library(), rest)]
     system = {"role": "system", "content": BRIEF}
-    asked = [[system, {"role": "user", "content": text}] for text in numbers]
+    asked = [[system, {"role": "user", "content": text}] for text in problems]
     asked += [[{"role": "user", "content": text}] for text in plain]
     random.shuffle(asked)
     for messages in asked:
