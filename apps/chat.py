@@ -9,6 +9,10 @@ so each turn feeds only what is new.
 import contextlib
 import sys
 
+if not __package__:  # run as a file, it would not find the modules beside apps/
+    print("error: run it from the project's folder: python -m apps.chat", file=sys.stderr)
+    sys.exit(2)
+
 from decode import Decoder, Options, load_for_decoding
 from model import Qwen2
 from plumbing.arguments import Parser, check_tau, read_options

@@ -2,8 +2,8 @@
 
     python qwen2.5/questions.py GSM8K/train.jsonl IFEVAL/input_data.jsonl --count 6000
 
-A quarter is of GSM8K, with the request to be brief. At most an eighth are plain questions, a twelfth
-prompts of IFEval: of those that are not in bench/data. The others ask to complete, change, explain,
+A quarter is of GSM8K, with the request to be brief. At most an eighth are plain questions, at most a
+twelfth prompts of IFEval that are not in bench/data. The others ask to complete, change, explain,
 test or fix a function of the standard library of the Python that runs this.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import random
+import re
 import sysconfig
 import textwrap
 import warnings
@@ -88,10 +89,13 @@ def without_body(function: str) -> str | None:
 
 def with_mistake(function: str) -> str:
     """One operator or number is another one, where there is any."""
-    right, wrong = random.choice([pair for pair in MISTAKES if pair[0] in function] or MISTAKES)
-    parts = function.split(right)
-    at = random.randrange(1, len(parts) + 1)
-    return right.join(parts[:at]) + (wrong if parts[at:] else "") + right.join(parts[at:])
+    possible = [pair for pair in MISTAKES if pair[0] in function]
+    if not possible:
+        return function
+    right, wrong = random.choice(possible)
+    places = [match.start() for match in re.finditer(re.escape(right), function)]
+    at = random.choice(places)
+    return function[:at] + wrong + function[at + len(right) :]
 
 
 def on_code(function: str) -> str:
