@@ -58,7 +58,7 @@ def naive_loss(
     clean_pos = torch.arange(L, device=model.device)
     mask_pos = clean_pos[P:]  # a mask stands in the place of each response token
     pos = torch.cat([clean_pos, mask_pos])
-    # How many clean tokens a position sees: a clean token itself and all before it, a mask those
+    # How many clean tokens a position sees: a clean token sees itself and all before, a mask those
     # before its block. Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short.
     block_start = mask_pos - mask_pos % block
     prefix = torch.cat([clean_pos + 1, block_start.clamp(min=P)])
