@@ -346,7 +346,11 @@ def load_for_decoding(args) -> tuple:
     device, dtype = find_device(args.device, args.dtype)
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
-    return load(str(TOY) if args.model is None else args.model, device, dtype)
+    model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
+    needs_masks = args.tau is not None and args.tau < 1
+    if needs_masks and args.block is None and model.config.block is None:
+        note(f"{args.model}: was not trained with masks: what a tau below 1 accepts is garbage")
+    return model, chat
 
 
 def main() -> None:

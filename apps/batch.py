@@ -13,6 +13,9 @@ import time
 from collections import deque
 from pathlib import Path
 
+if not __package__:  # as a file it does not find the modules beside apps/
+    sys.exit("error: run it from the project's folder: python -m apps.batch")
+
 from tqdm import tqdm
 
 from decode import Decoder, Options, Sequence, load_for_decoding

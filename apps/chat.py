@@ -9,9 +9,8 @@ so each turn feeds only what is new.
 import contextlib
 import sys
 
-if not __package__:  # run as a file, it would not find the modules beside apps/
-    print("error: run it from the project's folder: python -m apps.chat", file=sys.stderr)
-    sys.exit(2)
+if not __package__:  # as a file it does not find the modules beside apps/
+    sys.exit("error: run it from the project's folder: python -m apps.chat")
 
 from decode import Decoder, Options, load_for_decoding
 from model import Qwen2
@@ -46,7 +45,7 @@ class Conversation:
             check_tau(tau, self.decoder.options.metric)
             self.tau = tau
         elif line.startswith("/"):
-            raise UserError(f"{line}: no such command")
+            raise UserError(f"{line}: no such command (Ctrl-D ends the conversation)")
         elif line:
             self.ask(line)
 

@@ -6,8 +6,12 @@
 The weights in such a file have no checksum: a damaged number among them is not noticed.
 """
 
+import sys
 import tempfile
 from pathlib import Path
+
+if not __package__:  # as a file it does not find the modules beside apps/
+    sys.exit("error: run it from the project's folder: python -m apps.from_gguf")
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers

@@ -15,10 +15,14 @@ kept whole. The file is a safetensors file, compressed as gzip does, which also 
 import gzip
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+if not __package__:  # as a file it does not find the modules beside apps/
+    sys.exit("error: run it from the project's folder: python -m apps.patch")
 
 import safetensors.torch
 import torch

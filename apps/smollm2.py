@@ -7,8 +7,12 @@ The package carries the weights in 4 bits. smollm2/README.md says how the patch 
 """
 
 import importlib.util
+import sys
 import tempfile
 from pathlib import Path
+
+if not __package__:  # as a file it does not find the modules beside apps/
+    sys.exit("error: run it from the project's folder: python -m apps.smollm2")
 
 from apps.from_gguf import unpack
 from apps.patch import apply

@@ -7,7 +7,11 @@ The page is one file without network access. Its facts are a JSON object in its 
 """
 
 import json
+import sys
 from pathlib import Path
+
+if not __package__:  # as a file it does not find the modules beside apps/
+    sys.exit("error: run it from the project's folder: python -m apps.trace")
 
 from decode import Decoder, Options, load_for_decoding
 from plumbing.arguments import Parser, read_options

@@ -51,6 +51,8 @@ class Chat:
             return self.render(messages=messages, add_generation_prompt=True)
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:
+        if isinstance(messages, str):  # which a template would take for a list of empty messages
+            raise UserError('messages: a list of {"role": "user", "content": "..."}, not a text')
         return self.encode(self.prompt(messages))
 
     def encode(self, text: str) -> list[int]:

@@ -62,6 +62,8 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
     messages = conversation({name: row[name] for name in row if name != "response"})
     if messages[-1]["role"] == "assistant":
         raise UserError("the last message is the assistant's")
+    if not messages[-1]["content"].strip():
+        raise UserError("an empty prompt")
     return encode_all_turns(messages, chat)
 
 

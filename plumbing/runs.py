@@ -52,7 +52,9 @@ class Run:
             for name, value in settings.items():
                 before = self.found["run"].get(name)
                 if value != before:
-                    raise UserError(f"{name} {value}: the run in {out} has {before}")
+                    raise UserError(
+                        f"{name} {value}: the run in {out} has {before}; choose another --out"
+                    )
         elif self.found and not self.found["finished"]:
             what = "has an unfinished run; --resume it, delete it or choose another --out"
             raise UserError(f"--out {out}: {what}")

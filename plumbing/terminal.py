@@ -67,10 +67,12 @@ def print_answer(steps: Iterable[tuple], chat: Chat) -> None:
     shaded = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = TextStream(chat)
     num_forwards = 0
+    is_cut = False
     began = time.perf_counter()
     try:
-        for _, tokens in steps:
+        for answer, tokens in steps:
             num_forwards += 1
+            is_cut = answer.done and tokens[-1] not in answer.stop
             piece = text.add(tokens)
             if shaded and piece:
                 piece = shade(piece, len(tokens))
@@ -80,7 +82,8 @@ def print_answer(steps: Iterable[tuple], chat: Chat) -> None:
         if num_tokens:
             print()
             figures = statistics(num_tokens, num_forwards, time.perf_counter() - began)
-            note(f"{num_tokens} tokens in {num_forwards} forwards: {figures}")
+            cut = ", cut by --max-new" if is_cut else ""
+            note(f"{num_tokens} tokens in {num_forwards} forwards: {figures}{cut}")
         if num_tokens and shaded:
             keys = [shade(f"{count} ", count) for count in range(1, len(SHADES) + 1)]
             note(" ".join(["tokens that came together:", *keys, "or more"]))

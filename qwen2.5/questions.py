@@ -2,9 +2,9 @@
 
     python qwen2.5/questions.py GSM8K/train.jsonl IFEVAL/input_data.jsonl --count 6000
 
-A quarter is of GSM8K, with the request to be brief. At most an eighth are plain questions, at most a
-twelfth prompts of IFEval that are not in bench/data. The others ask to complete, change, explain,
-test or fix a function of the standard library of the Python that runs this.
+A quarter is of GSM8K, with the request to be brief. At most an eighth are plain questions, and at
+most a twelfth prompts of IFEval that are not in bench/data. The others ask to complete, change,
+explain, test or fix a function of the standard library of the Python that runs this.
 """
 
 import argparse

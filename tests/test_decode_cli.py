@@ -93,6 +93,28 @@ def test_shading(monkeypatch, text):
 # ---------------------------------------------------------------------------------- how it ends
 
 
+def test_an_answer_that_is_cut_says_so():
+    """A newcomer took an answer that ended in the middle of a word for a broken one."""
+    done = command("decode", "--prompt", PROMPT, "--max-new", 6, *MARS)
+    assert done.status == 0 and done.err.endswith("tok/s, cut by --max-new\n")
+
+
+def test_a_model_that_has_not_learnt_masks_says_so():
+    """With a tau; there is nothing to say without."""
+    words = ["--prompt", PROMPT, "--max-new", 6, "--model", ROOT / "toy/sft"]
+    warning = "was not trained with masks: what a tau below 1 accepts is garbage"
+    assert warning in command("decode", *words, "--tau", 0.8).err
+    for others in (["--tau", 1], [], ["--tau", 0.8, "--block", 4]):
+        assert warning not in command("decode", *words, *others).err
+
+
+@pytest.mark.parametrize("name", ["batch", "chat", "from_gguf", "patch", "smollm2", "trace"])
+def test_an_app_that_is_run_as_a_file(name):
+    done = process(f"apps/{name}.py", "x")
+    assert done.status == 1
+    assert done.err == f"error: run it from the project's folder: python -m apps.{name}\n"
+
+
 def test_interrupting_keeps_the_text_so_far(monkeypatch, text):
     """Ctrl-C: the text and its statistics stay, no traceback, exit status 130."""
     step = decode.Decoder.step

@@ -120,6 +120,7 @@ REPLY = {"role": "assistant", "content": "Ho"}
         ({"messages": []}, "in:2: neither messages nor a prompt"),
         ({"messages": [{"role": "user"}]}, "in:2: content that is not text"),
         ({"messages": [TURN, REPLY]}, "in:2: the last message"),
+        ({"prompt": " "}, "in:2: an empty prompt"),
         ({"prompt": "?", "tau": 2}, "in:2: tau 2: must be between 0 and 1"),
         ({"prompt": "?", "tau": "0.7"}, "in:2: tau '0.7': must be a number"),
     ],

@@ -99,6 +99,8 @@ def test_a_prompt_is_what_training_has(chat):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     with pytest.raises(UserError, match="the last message is the assistant's"):
         encode_prompt({"messages": turns}, chat)
+    with pytest.raises(UserError, match="a list of"):  # a template would drop all of its letters
+        chat.encode_prompt("Hi")
 
 
 def test_unusable_rows_say_why(chat):
