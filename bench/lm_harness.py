@@ -197,7 +197,7 @@ def main() -> None:
     ways = common.ways_to_decode(args)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)
-    manager = TaskManager(include_path=str(HERE))  # our YAML files; it reads some ten thousand
+    manager = TaskManager(include_path=str(HERE))  # ours, and some ten thousand others
     rows = []
     for way, options in ways.items():
         lm.options = options

@@ -3,7 +3,7 @@
 # Killed at any time, it goes on where it stopped. README.md makes qwen2.5/original; then
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     qwen2.5/make.sh GSM8K/train.jsonl IFEVAL/input_data.jsonl
-# Sizes are variables: with these it takes an hour on a GPU. For a CPU, see README.md.
+# Sizes are variables: these are for a GPU (where it was not tried), README.md has some for a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gsm8k=$1 ifeval=$2
