@@ -54,11 +54,12 @@ MISTAKES = [("==", "!="), ("<", ">"), (" + ", " - "), ("not ", ""), ("0", "1"), 
 
 def functions(source: str) -> list[str]:
     """The source of every function and method of a module."""
+    lines = source.split("\n")
     result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
-            text = ast.get_source_segment(source, node)
-            result.append(textwrap.dedent(" " * node.col_offset + text))
+            own = lines[node.lineno - 1 : node.end_lineno]
+            result.append(textwrap.dedent("\n".join(own)))
     return result
 
 
