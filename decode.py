@@ -330,6 +330,8 @@ class Decoder:
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:
     """Decode prompts (token ids), `rows` at a time; the options are the fields of `Options`."""
     options = Options(**options)
+    if any(isinstance(prompt, int) for prompt in prompts):
+        raise UserError("prompts: a list of prompts, each of them a list of token ids")
     longest = max(map(len, prompts), default=0) + options.max_new
     decoder = Decoder(model, options, min(rows, max(1, len(prompts))), longest)
     sequences = [decoder.add(prompt) for prompt in prompts]

@@ -376,7 +376,7 @@ def train(
 # ------------------------------------------------------------------------------------ command line
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> Parser:
     parser = Parser(
         "Train a Qwen2.5 checkpoint to predict several tokens per forward (MARS).",
         usage="%(prog)s --data FILE [option ...]",
@@ -404,7 +404,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
     add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, new weights")
     # fmt: on
-    return parser.parse_args(words)
+    return parser
 
 
 def open_model(name: str, device: torch.device, seed: int) -> tuple[Qwen2, Chat]:
@@ -469,7 +469,7 @@ def prepare(
 
 
 def main(add_gradients=add_gradients) -> None:
-    args = parse_arguments()
+    args = make_parser().parse_args()
     device, dtype = find_device(args.device, args.dtype)
     if dist.is_torchelastic_launched():
         device = processes.join(device)
@@ -486,6 +486,7 @@ def main(add_gradients=add_gradients) -> None:
         sys.exit(128 + stop)
 
 
+MEMORY_HINT = "use a smaller --batch-tokens, or --checkpoint-layers"
+
 if __name__ == "__main__":
-    memory_hint = "use a smaller --batch-tokens, or --checkpoint-layers"
-    processes.run_main_and_exit(main, out_of_memory=memory_hint)
+    processes.run_main_and_exit(main, out_of_memory=MEMORY_HINT)

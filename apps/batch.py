@@ -28,25 +28,37 @@ from plumbing.terminal import note, statistics
 
 
 def answer_all(decoder: Decoder, requests: deque[tuple[dict, Sequence]], chat: Chat) -> None:
-    """Print each answer as soon as it and all before it are done."""
+    """Print each answer as soon as it and all before it are done.
+
+    Then statistics, also after Ctrl-C: the answers that were printed are whole.
+    """
+    num_prompts = len(requests)
     num_tokens = 0
     num_forwards = 0
     began = time.perf_counter()
-    with tqdm(total=len(requests), unit="prompt", disable=None) as bar:
-        for answer, tokens in decoder:
-            num_tokens += len(tokens)
-            num_forwards += 1
-            bar.update(answer.done)
-            while requests and requests[0][1].done:
-                given, first = requests.popleft()
-                given["response"] = chat.decode(first.tokens)
-                given["tokens"] = len(first.tokens)
-                given["forwards"] = first.forwards
-                given["finish_reason"] = "stop" if first.tokens[-1] in first.stop else "length"
-                bar.write(json.dumps(given))
-                sys.stdout.flush()
-    figures = statistics(num_tokens, num_forwards, time.perf_counter() - began)
-    note(f"{num_tokens} tokens: {figures}")
+    try:
+        with tqdm(total=num_prompts, unit="prompt", disable=None) as bar:
+            for answer, tokens in decoder:
+                num_tokens += len(tokens)
+                num_forwards += 1
+                bar.update(answer.done)
+                while requests and requests[0][1].done:
+                    bar.write(json.dumps(as_row(*requests.popleft(), chat)))
+                    sys.stdout.flush()
+    finally:
+        num_answers = num_prompts - len(requests)
+        figures = statistics(num_tokens, num_forwards, time.perf_counter() - began)
+        note(f"{num_answers} of {num_prompts} answers, {num_tokens} tokens: {figures}")
+
+
+def as_row(given: dict, answer: Sequence, chat: Chat) -> dict:
+    """What is printed for a prompt: what was given of it, and its answer."""
+    return given | {
+        "response": chat.decode(answer.tokens),
+        "tokens": len(answer.tokens),
+        "forwards": answer.forwards,
+        "finish_reason": "stop" if answer.tokens[-1] in answer.stop else "length",
+    }
 
 
 def main() -> None:

@@ -116,6 +116,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
+    if not args.page.parent.is_dir():
+        raise UserError(f"{args.page.parent}: no such directory")
     options = read_options(args, Options)
     model, chat = load_for_decoding(args)
     prompt = chat.encode_prompt([{"role": "user", "content": args.prompt}])

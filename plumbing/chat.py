@@ -51,9 +51,17 @@ class Chat:
             return self.render(messages=messages, add_generation_prompt=True)
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:
+        """Token ids of a prompt in which the chat template shows every turn."""
         if isinstance(messages, str):  # which a template would take for a list of empty messages
             raise UserError('messages: a list of {"role": "user", "content": "..."}, not a text')
-        return self.encode(self.prompt(messages))
+        text = self.prompt(messages)
+        for message in messages:
+            said = message["content"].split("</think>")[
+                -1
+            ]  # Qwen3's template drops former thoughts
+            if said.strip() not in text:  # and Qwen2.5's some roles
+                raise UserError(f"a turn that the chat template drops (role {message['role']!r})")
+        return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
         try:

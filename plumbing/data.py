@@ -42,8 +42,8 @@ def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) 
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
     if not messages:
-        raise UserError("no assistant turn")
-    prompt = encode_all_turns(messages[:-1], chat)
+        raise UserError('no assistant turn and no "response"')
+    prompt = chat.encode_prompt(messages[:-1])
     response = chat.encode(messages[-1]["content"])
     if not response:
         raise UserError("an empty response")
@@ -64,7 +64,7 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
         raise UserError("the last message is the assistant's")
     if not messages[-1]["content"].strip():
         raise UserError("an empty prompt")
-    return encode_all_turns(messages, chat)
+    return chat.encode_prompt(messages)
 
 
 def conversation(row: dict) -> list[dict]:
@@ -84,16 +84,6 @@ def conversation(row: dict) -> list[dict]:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise UserError("content that is not text, or no role")
     return messages
-
-
-def encode_all_turns(messages: list[dict], chat: Chat) -> list[int]:
-    """Token ids of a prompt in which the chat template shows every turn."""
-    text = chat.prompt(messages)
-    for message in messages:
-        said = message["content"].split("</think>")[-1]  # Qwen3's template drops former thoughts
-        if said.strip() not in text:  # and Qwen2.5's some roles
-            raise UserError("a turn that the chat template drops")
-    return chat.encode(text)
 
 
 def shuffled(count: int, *key: object) -> array:

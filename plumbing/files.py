@@ -32,6 +32,8 @@ def has_model(directory: Path) -> bool:
 
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards in its index, straight to `device`."""
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"dtype: torch.bfloat16, say, not {dtype!r}")
     paths = [directory / "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.exists() and not paths[0].exists():

@@ -44,6 +44,7 @@ class Run:
         self.out = out
         self.settings = settings
         self.checkpoints = Checkpoints(out / "checkpoints")
+        self.whole_weights = whole_weights  # of the model for its users; may be replaced
         self.step = self.saved_step = 0
         self.data = None
         self.found = self.checkpoints.newest()  # progress to resume from
@@ -121,7 +122,7 @@ class Run:
 
     def export(self) -> None:
         """Write the whole model for its users: see `files.save`."""
-        weights = whole_weights(self.model)
+        weights = self.whole_weights(self.model)
         with together():
             if leads():
                 save(self.out, config_json(self.model.config), self.chat, weights)

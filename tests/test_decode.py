@@ -267,3 +267,10 @@ def test_a_model_without_a_mask_cannot_decode():
     model.config.mask_token_id = None
     with pytest.raises(UserError, match="no mask token; load it with model.load"):
         generate(model, [[2, 3]])
+
+
+def test_one_prompt_in_place_of_a_list_of_prompts(toy):
+    """It was "object of type 'int' has no len()"."""
+    model, prompts = toy
+    with pytest.raises(UserError, match="a list of prompts"):
+        generate(model, prompts[0])

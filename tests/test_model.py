@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from decode import generate, naive
 from model import Config, add_mask_token, initialize, load, load_model
 from plumbing.chat import Chat
+from plumbing.errors import UserError
 
 SHAPE = {
     "hidden_size": 48,
@@ -167,6 +168,12 @@ def test_in_bfloat16_the_mask_is_never_among_the_best():
     hidden = torch.randn(1, 3, model.config.hidden_size).bfloat16()
     found = model.logits_at(hidden, torch.arange(3)[None])
     assert (found[..., MASK] == float("-inf")).all() and found.isfinite().sum() == 3 * 7
+
+
+def test_a_dtype_by_name():
+    """It was "damaged (invalid combination of arguments)"."""
+    with pytest.raises(UserError, match="dtype: torch.bfloat16, say, not 'bfloat16'"):
+        load("toy/mars", dtype="bfloat16")
 
 
 def test_a_head_in_the_file_is_the_head(checkpoint):

@@ -65,7 +65,7 @@ BAD_OPTIONS = [
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
     ("apps.batch x.jsonl", "x.jsonl: No such file or directory"),
     ("apps.trace page.html --prompt ' '", "--prompt is empty"),
-    ("apps.trace --max-new 2 --tau 1 data.jsonl/x.html", "Not a directory"),
+    ("apps.trace --max-new 2 --tau 1 data.jsonl/x.html", "error: data.jsonl: no such directory"),
     ("bench.quality --limit 0", "--limit: must be at least 1, not 0"),
     ("bench.quality --tau 1 3", "tau 3.0: must be between 0 and 1"),
     ("bench.quality --data nowhere.jsonl", "nowhere.jsonl: "),

@@ -158,7 +158,7 @@ DRAFT = ("--model", ROOT / "toy/draft", "--max-length", 64, "--batch", 2)
 
 def arguments(*words: object) -> argparse.Namespace:
     """What train.py makes of these options; --data is only named."""
-    return train.parse_arguments(["--data", "x", *map(str, words)])
+    return train.make_parser().parse_args(["--data", "x", *map(str, words)])
 
 
 def run_train(*words: object) -> Done:

@@ -134,8 +134,11 @@ def answer(tmp_path):
         (tmp_path / "in").write_text(separator.join(texts))
         done = command("apps.batch", *MARS, tmp_path / "in", "--tau", 0.95, *words)
         assert done.status == 0
-        assert re.fullmatch(r"\d+ tokens: \S+ tokens per forward, \d+ tok/s\n", done.err), done.err
-        return [json.loads(line) for line in done.out.splitlines()]
+        rows = [json.loads(line) for line in done.out.splitlines()]
+        count = len(rows)
+        note = rf"{count} of {count} answers, \d+ tokens: \S+ tokens per forward, \d+ tok/s\n"
+        assert re.fullmatch(note, done.err), done.err
+        return rows
 
     return run
 
@@ -193,6 +196,23 @@ def test_answers_come_as_soon_as_those_before_are_done(answer, monkeypatch):
     slow = {"prompt": PROMPT, "tau": 1}
     rows = answer([slow, {"prompt": PROMPT}, slow], "--rows", 2)
     assert [row["id"] for row in rows] == [1, 2, 3] and set(printed) == {0, 2, 3}
+
+
+def test_interrupting_a_file_says_how_far_it_came(tmp_path, monkeypatch):
+    """Ctrl-C ended it without a word."""
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\n{PROMPT}\n")
+    step = Decoder.step
+
+    def interrupted(self):
+        if self.scheduler.waiting:
+            return step(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "step", interrupted)
+    done = command("apps.batch", *MARS, file, "--rows", 1)
+    assert done.status == 130 and "1 of 2 answers, " in done.err
+    assert json.loads(done.out)["response"].endswith("The answer is 43.")
 
 
 def test_text_that_looks_like_json(answer):

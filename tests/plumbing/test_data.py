@@ -135,6 +135,8 @@ def test_a_turn_that_the_template_drops(chat, tmp_path):
     assert "12" in chat.decode(make_example(row, chat, ENDS, 512).tokens)
     with pytest.raises(UserError, match="a turn that the chat template drops"):
         make_example(row, Chat(tmp_path), ENDS, 512)
+    with pytest.raises(UserError, match="drops .role 'environment'."):  # it went through
+        Chat(tmp_path).encode_prompt(row["messages"])
 
 
 # -------------------------------------------------------------------------------------- the stream

@@ -1,0 +1,170 @@
+"""Training at low rank: free directions, the merged model, what a run changes, and --resume."""
+
+import json
+import random
+
+import pytest
+import torch
+from commands import command, is_refused
+from common import MASK, ROOT, cases, tiny_model, unpacked
+from training import contents, random_example
+
+from apps.low_rank import (
+    PENALTY,
+    free_directions,
+    matrices,
+    merged,
+    restrict,
+    second_moments,
+)
+from bench import common
+from decode import generate
+from model import Qwen2, load
+from plumbing.data import make_example
+from train import Recipe, forward_inputs, hidden_states, lay_out, losses
+
+GRID = Recipe(MASK)
+
+
+def test_free_directions_are_those_of_the_generalized_eigenproblem():
+    """By all eigenvectors in place of a randomized search: masks v = s clean v, the largest s."""
+    for seed in cases(5, 50):
+        generator = torch.Generator().manual_seed(seed)
+        m = 7
+        clean, masks = (torch.randn(m, m, generator=generator).double() for _ in range(2))
+        clean, masks = clean @ clean.T, masks @ masks.T
+        right = free_directions(clean, masks, rank=2)
+        clean = clean + 0.01 * (clean.diagonal() + clean.diagonal().median()).diag()
+        values, vectors = torch.linalg.eig(torch.linalg.inv(clean) @ masks)
+        order = values.real.argsort(descending=True)[:2]
+        for row, s, vector in zip(right, values.real[order], vectors.real.T[order]):
+            assert torch.allclose(row @ masks @ row, s / (s + PENALTY))
+            assert torch.allclose(row @ clean @ row, 1 / (s + PENALTY))
+            cosine = torch.cosine_similarity(row, vector, dim=0)
+            assert cosine.abs() > 1 - 1e-6
+
+
+def test_some_inputs_are_much_larger_than_the_others():
+    """In float32 the second run with a real model stopped: clean tokens' moments, which have
+    inputs of a million times the others' variance, were not positive definite."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 20, generator=generator)
+    x[:, :10] += 1e4 * torch.randn(400, 1, generator=generator)
+    x[:, 15] = 0
+    clean = x.T @ x / len(x)
+    assert free_directions(clean, clean.diagonal().diag(), rank=6).isfinite().all()
+
+
+def test_second_moments_are_of_what_a_matrix_is_given():
+    """Padding is neither a clean token nor a mask."""
+    rng = random.Random(0)
+    model = tiny_model(rng).requires_grad_(False)
+    inputs = unpacked([lay_out(random_example(rng, 4), GRID) for _ in range(3)])
+    moments = second_moments(model, [inputs, inputs], torch.float32)
+    assert set(moments) == {name for name, _ in matrices(model)}
+    assert len(moments) == 7 * model.config.num_hidden_layers
+    x = model.model.layers[0].input_layernorm(model.model.embed_tokens(inputs.tokens))
+    is_mask = inputs.prefix <= inputs.pos
+    for found, positions in zip(
+        moments["model.layers.0.self_attn.v_proj"], (~is_mask & (inputs.doc >= 0), is_mask)
+    ):
+        expected = x[positions].T @ x[positions] / positions.sum()
+        assert torch.allclose(found.double(), expected, rtol=1e-5)
+
+
+def test_the_merged_model_computes_the_same():
+    """As an ordinary model; and before training, what it computed when it was not restricted."""
+    for seed in cases(4, 40):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        ordinary = Qwen2(model.config).double()
+        inputs = unpacked([lay_out(random_example(rng, 4), GRID) for _ in range(3)])
+        rank = rng.randint(1, 4)
+        rights = {}
+        for name, linear in matrices(model):
+            rights[name] = torch.randn(rank, linear.in_features).double()
+        restrict(model, rights)
+        torch.testing.assert_close(merged(model), before, rtol=0, atol=1e-6)  # the row is float32
+        for name, weight in model.named_parameters():
+            is_free = name.endswith((".left", ".mask_row"))
+            assert weight.requires_grad == is_free
+            if is_free:
+                weight.data += torch.randn_like(weight)
+        ordinary.load_state_dict(merged(model))
+        expected = hidden_states(model, inputs)
+        ordinary_hidden = hidden_states(ordinary, inputs)
+        assert torch.allclose(ordinary_hidden, expected, rtol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Greedy and drawn answers of toy/sft, as a file."""
+    file = tmp_path_factory.mktemp("answers") / "data.jsonl"
+    model, chat = load(str(ROOT / "toy/sft"))
+    problems = common.read_problems(ROOT / "toy/train.jsonl", 24)
+    prompts = common.encode(chat, problems)
+    rows = []
+    for temperature in (0.0, 1.0):
+        sequences = generate(model, prompts, tau=1.0, temperature=temperature, max_new=80)
+        for problem, sequence in zip(problems, sequences):
+            row = {"prompt": problem["prompt"], "response": chat.decode(sequence.tokens)}
+            rows.append(json.dumps(row | {"masks": temperature == 0}) + "\n")
+    file.write_text("".join(rows))
+    return file
+
+
+@pytest.fixture
+def words(data):
+    return ("--model", ROOT / "toy/sft", "--data", data, "--rank", 16, "--batch", 6, "--hold", 8)
+
+
+def run(*words: object):
+    return command("apps.low_rank", *words, "--device", "cpu")
+
+
+def test_it_learns_to_look_ahead_and_says_what_it_said(words, data, tmp_path):
+    """The mask's row changes, each matrix at its rank, and nothing else."""
+    done = run(*words, "--lr", 3e-3, "--steps", 12, "--out", tmp_path)
+    assert done.status == 0, done.err
+    before, chat = load(str(ROOT / "toy/sft"))
+    after, _ = load(str(tmp_path))
+    for name, weight in after.state_dict().items():
+        change = weight - before.state_dict()[name].bfloat16()
+        if weight.dim() == 1:
+            assert change.abs().max() == 0
+        elif name == "model.embed_tokens.weight":
+            assert change.any(1).nonzero().flatten().tolist() == [chat.mask_id]
+        else:
+            energy = torch.linalg.svdvals(change).square()
+            assert 0 < energy[16:].sum() < 0.2 * energy.sum(), name  # rounding to bfloat16
+    row = json.loads(data.read_text().splitlines()[0])
+    example = make_example(row, chat, before.config.eos_token_id, 512)
+    held = Recipe(chat.mask_id, start=before)
+    [inputs] = forward_inputs([example], held)
+    noisy, clean = zip(*(losses(each, inputs, before) for each in (before, after)))
+    assert noisy[1] < noisy[0] - 1 and clean[1] < 1e-4
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path):
+    """Its directions are in its checkpoint; the model that is saved is the merged one."""
+    whole = tmp_path / "whole"
+    assert run(*words, "--steps", 8, "--out", whole).status == 0
+    part = tmp_path / "part"
+    assert run(*words, "--steps", 8, "--save-every", 4, "--out", part).status == 0
+    last = sorted(part.glob("checkpoints/step-*"))[-1]
+    last.rename(last.with_suffix(".tmp"))  # as if it had been killed while it saved
+    assert run(*words, "--steps", 8, "--out", part, "--resume").status == 0
+    assert contents(whole)["model.safetensors"] == contents(part)["model.safetensors"]
+
+
+def test_refused(words, data, tmp_path, monkeypatch):
+    """Responses of one token have no masks; and torchrun would run it twice."""
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"prompt": "Mia", "response": "6", "finish_reason": "length"}')
+    out = tmp_path / "out"
+    done = run(*words, "--data", short, "--out", out)
+    assert done.status == 2 and "short.jsonl: no response of more than one token" in done.err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert is_refused(run(*words, "--out", out), "torchrun is for train.py")
+    assert not out.exists()
