@@ -13,6 +13,9 @@ The model that is saved is an ordinary one.
 
 import sys
 
+if not __package__:  # as a file it does not find the modules beside apps/
+    sys.exit("error: run it from the project's folder: python -m apps.low_rank")
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,9 +60,7 @@ def matrices(model: Qwen2) -> list[tuple[str, nn.Linear]]:
 
 
 @torch.no_grad()
-def second_moments(
-    model: Qwen2, forwards: list[Streams], dtype: torch.dtype
-) -> dict[str, tuple[Tensor, Tensor]]:
+def second_moments(model: Qwen2, forwards: list[Streams]) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each matrix's input x the mean of x xᵀ over clean tokens, and over masks: (m, m) each."""
     sums = {}
     kinds = {}  # of the forward that runs: which positions are clean, and which are masks
@@ -81,8 +82,7 @@ def second_moments(
         kinds["masks"] = inputs.is_mask
         for kind, positions in kinds.items():
             counts[kind] += int(positions.sum())
-        with processes.arithmetic_in(dtype, model.device):
-            hidden_states(model, inputs)
+        hidden_states(model, inputs)
     for hook in hooks:
         hook.remove()
     for (_, kind), total in sums.items():
@@ -147,8 +147,17 @@ def directions(model: Qwen2, data: Dataset, recipe: Recipe, rank: int) -> dict[s
     data.skipped.clear()  # they come again
     if not any(inputs.is_mask.any() for inputs in forwards):
         raise UserError(f"{data.rows.path}: no response of more than one token")
-    moments = second_moments(model, forwards, recipe.dtype)
+    moments = second_moments(model, forwards)
     return {name: free_directions(*pair, rank) for name, pair in moments.items()}
+
+
+def no_directions(model: Qwen2, rank: int) -> dict[str, Tensor]:
+    """Of their shapes, for `--resume` to fill."""
+    rights = {}
+    for name, linear in matrices(model):
+        m = linear.in_features
+        rights[name] = torch.zeros(min(rank, m), m, device=model.device)
+    return rights
 
 
 def main() -> None:
@@ -161,7 +170,11 @@ def main() -> None:
     model, chat, data, run, recipe = prepare(args, device, dtype)
     model.to(dtype)  # what is frozen needs no more
     torch.manual_seed(args.seed)  # of svd_lowrank
-    restrict(model, directions(model, data, recipe, args.rank))
+    if run.found:  # its checkpoint has them
+        rights = no_directions(model, args.rank)
+    else:
+        rights = directions(model, data, recipe, args.rank)
+    restrict(model, rights)
     if args.checkpoint_layers:
         processes.recompute_layers(model)
     run.whole_weights = merged

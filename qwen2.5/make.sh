@@ -16,7 +16,7 @@ TOKENS=${TOKENS:-320}        # of an answer
 ROWS=${ROWS:-64}             # answered at a time
 EPOCHS=${EPOCHS:-2}
 BATCH=${BATCH:-16}           # answers in a step
-LR=${LR:-1e-5}
+LR=${LR:-3e-4}
 PROBLEMS=${PROBLEMS:-400}    # of each benchmark
 
 mkdir -p "$WORK"
@@ -45,7 +45,7 @@ data() {
     sed 's/^{/{"masks": false, /' "$WORK"/drawn-*.jsonl
 }
 once data.jsonl data
-python train.py --model "$START" --data "$WORK/data.jsonl" --out "$WORK/mars" --resume --hold 8 \
+python -m apps.low_rank --model "$START" --data "$WORK/data.jsonl" --out "$WORK/mars" --resume --hold 8 \
     --epochs "$EPOCHS" --batch "$BATCH" --lr "$LR" --max-length 384 --save-every 50 --dtype bfloat16
 [ -e "$WORK/patch.gz" ] || python -m apps.patch make "$ORIGINAL" "$WORK/mars" "$WORK/patch.gz"
 [ -e "$WORK/model/config.json" ] || python -m apps.patch apply "$ORIGINAL" "$WORK/patch.gz" "$WORK/model"
