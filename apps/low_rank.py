@@ -1,6 +1,6 @@
 """Train masks along a few directions that clean tokens hardly use: the model says what it said.
 
-    python -m apps.low_rank --model MODEL --data data.jsonl --hold 8 --lr 3e-4 --out mars
+    python -m apps.low_rank --model MODEL --data data.jsonl --hold 8 --out mars
 
 The options, the loss and the loop are train.py's; docs/real-model.md makes data.jsonl. In train.py
 all weights learn, and they serve clean tokens, too: what masks learn changes what the model says.
@@ -8,7 +8,8 @@ What is different here:
   * a matrix W becomes W + left @ right, and only `left` is trained. The K rows of `right` are
     directions of W's input: a change along these is felt by masks, and hardly by clean tokens;
   * of the embedding only the row of `<|mask|>` is trained.
-The model that is saved is an ordinary one.
+The model that is saved is an ordinary one. To find the directions takes 8 bytes per layer and
+squared intermediate_size, 5 GiB for a 0.5B.
 """
 
 import sys
@@ -21,37 +22,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import train
 from model import Qwen2
 from plumbing import checkpoints, processes
 from plumbing.arguments import find_device, number
 from plumbing.data import Dataset
 from plumbing.errors import UserError, run_main
-from train import (
-    MEMORY_HINT,
-    Recipe,
-    Streams,
-    forward_inputs,
-    hidden_states,
-    make_parser,
-    prepare,
-    train,
-)
 
 PENALTY = 10  # how much more a clean token's change counts than a mask's
 NUM_MEASURED = 60  # examples from which the directions are found
-
-
-class LowRank(nn.Module):
-    """A frozen matrix W (n, m) plus left (n, K) @ right (K, m); only `left` is trained."""
-
-    def __init__(self, linear: nn.Linear, right: Tensor):
-        super().__init__()
-        self.linear = linear
-        self.left = nn.Parameter(right.new_zeros(linear.out_features, len(right)))
-        self.register_buffer("right", right)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + F.linear(F.linear(x, self.right), self.left)
 
 
 def matrices(model: Qwen2) -> list[tuple[str, nn.Linear]]:
@@ -59,42 +38,77 @@ def matrices(model: Qwen2) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in layers if isinstance(module, nn.Linear)]
 
 
+def restrict(model: Qwen2, rank: int) -> None:
+    """Freeze all but `left` of each matrix, and the embedding's row of `<|mask|>`."""
+    mask_id = model.config.mask_token_id
+
+    def add_change(linear: nn.Linear, args: tuple[Tensor], y: Tensor) -> Tensor:
+        return y + F.linear(F.linear(args[0], linear.right), linear.left)
+
+    def put_row(embedding: nn.Embedding, args: tuple[Tensor], x: Tensor) -> Tensor:
+        is_mask = args[0] == mask_id  # (R, T)
+        return torch.where(is_mask[..., None], embedding.mask_row.to(x.dtype), x)
+
+    model.requires_grad_(False)
+    for _, linear in matrices(model):
+        n, m = linear.weight.shape
+        K = min(rank, m)
+        linear.left = nn.Parameter(torch.zeros(n, K, device=model.device))
+        linear.register_buffer("right", torch.zeros(K, m, device=model.device))
+        linear.register_forward_hook(add_change)
+    embedding = model.model.embed_tokens
+    embedding.mask_row = nn.Parameter(embedding.weight[mask_id].clone().float())
+    embedding.register_forward_hook(put_row)
+
+
+def merged(model: Qwen2) -> dict[str, Tensor]:
+    """The state_dict of an ordinary model that computes the same."""
+    weights = checkpoints.whole_weights(model)
+    for name, _ in matrices(model):
+        change = weights.pop(f"{name}.left") @ weights.pop(f"{name}.right")
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + change
+    row = weights.pop("model.embed_tokens.mask_row")
+    embedding = weights["model.embed_tokens.weight"].clone()  # not in place: training goes on
+    embedding[model.config.mask_token_id] = row
+    weights["model.embed_tokens.weight"] = embedding
+    return weights
+
+
 @torch.no_grad()
-def second_moments(model: Qwen2, forwards: list[Streams]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each matrix's input x the mean of x xᵀ over clean tokens, and over masks: (m, m) each."""
+def second_moments(
+    model: Qwen2, forwards: list[train.Streams], of_masks: bool
+) -> dict[str, Tensor]:
+    """The mean of x xᵀ (m, m) of each matrix's input x, over all masks or over all clean tokens."""
     sums = {}
-    kinds = {}  # of the forward that runs: which positions are clean, and which are masks
-
-    def add(name: str, x: Tensor) -> None:
-        for kind, positions in kinds.items():
-            picked = x[positions].float()
-            if (name, kind) not in sums:
-                sums[name, kind] = picked.new_zeros(x.size(-1), x.size(-1))
-            sums[name, kind].addmm_(picked.T, picked)
-
-    counts = {"clean": 0, "masks": 0}
     hooks = []
+    count = 0
     for name, linear in matrices(model):
-        hooks.append(linear.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0])))
+        m = linear.in_features
+        sums[name] = torch.zeros(m, m, device=model.device)
+
+        def add(_, args: tuple[Tensor], total: Tensor = sums[name]) -> None:
+            x = args[0][picked].float()  # (R, T, m) to (N, m)
+            total.addmm_(x.T, x)
+
+        hooks.append(linear.register_forward_pre_hook(add))
     for inputs in forwards:
         inputs = inputs.to(model.device)
-        kinds["clean"] = ~inputs.is_mask & (inputs.doc >= 0)
-        kinds["masks"] = inputs.is_mask
-        for kind, positions in kinds.items():
-            counts[kind] += int(positions.sum())
-        hidden_states(model, inputs)
+        is_clean = ~inputs.is_mask & (inputs.doc >= 0)
+        picked = inputs.is_mask if of_masks else is_clean  # (R, T)
+        count += int(picked.sum())
+        train.hidden_states(model, inputs)
     for hook in hooks:
         hook.remove()
-    for (_, kind), total in sums.items():
-        total /= max(1, counts[kind])  # in place: a 0.5B has 5 GiB of them
-    return {name: (sums[name, "clean"], sums[name, "masks"]) for name, _ in matrices(model)}
+    return {name: total.div_(count) for name, total in sums.items()}
 
 
 def free_directions(clean: Tensor, masks: Tensor, rank: int) -> Tensor:
     """`right` (K, m), from the second moments of a matrix's input.
 
-    Along a row v of it, (v x)² has the mean s / (s + PENALTY) at masks and 1 / (s + PENALTY) at
-    clean tokens (made a little larger), the largest s first.
+    For a direction v, let s be the mean of (v x)² at masks over that at clean tokens (whose moments
+    are made a little larger). The rows are the directions of the largest s. Adam moves all of
+    `left` equally fast, so a row's length says how much a step changes along it: (v x)² has
+    the mean s / (s + PENALTY) at masks, and 1 / (s + PENALTY) at clean tokens.
     """
     squares = clean.diagonal()  # of some inputs a million times those of others, of some 0
     clean = clean + 0.01 * (squares + squares.median()).diag()  # so that it has a root
@@ -107,81 +121,44 @@ def free_directions(clean: Tensor, masks: Tensor, rank: int) -> Tensor:
     return torch.linalg.solve_triangular(root.T, vectors, upper=True).T
 
 
-def restrict(model: Qwen2, rights: dict[str, Tensor]) -> None:
-    """Let each matrix change along its directions only, and of the embedding the mask's row."""
-    mask_id = model.config.mask_token_id
-    model.requires_grad_(False)
-    for name, right in rights.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, LowRank(model.get_submodule(name), right))
-    embedding = model.model.embed_tokens
-    embedding.mask_row = nn.Parameter(embedding.weight[mask_id].float())
-
-    def put_row(embedding: nn.Module, tokens: tuple[Tensor], x: Tensor) -> Tensor:
-        is_mask = (tokens[0] == mask_id)[..., None]
-        return torch.where(is_mask, embedding.mask_row.to(x.dtype), x)
-
-    embedding.register_forward_hook(put_row)
-
-
-def merged(model: Qwen2) -> dict[str, Tensor]:
-    """The state_dict of an ordinary model that computes the same."""
-    weights = checkpoints.whole_weights(model)
-    result = {}
-    for name, weight in weights.items():
-        matrix = name.removesuffix(".linear.weight")
-        if name == "model.embed_tokens.weight":
-            weight = weight.clone()
-            weight[model.config.mask_token_id] = weights["model.embed_tokens.mask_row"]
-        elif matrix != name:
-            weight = weight + weights[matrix + ".left"] @ weights[matrix + ".right"]
-        if not name.endswith((".left", ".right", ".mask_row")):
-            result[name.replace(".linear.", ".")] = weight
-    return result
-
-
-def directions(model: Qwen2, data: Dataset, recipe: Recipe, rank: int) -> dict[str, Tensor]:
-    """`right` of each matrix, from the first examples of the data."""
-    rows = map(data.example, data.training[:NUM_MEASURED])
-    forwards = forward_inputs([example for example in rows if example], recipe)
+def find_directions(model: Qwen2, data: Dataset, recipe: train.Recipe) -> None:
+    """Fill each matrix's `right`, from the first examples of the data."""
+    examples = [data.example(index) for index in data.training[:NUM_MEASURED]]
     data.skipped.clear()  # they come again
+    forwards = train.forward_inputs([example for example in examples if example], recipe)
     if not any(inputs.is_mask.any() for inputs in forwards):
-        raise UserError(f"{data.rows.path}: no response of more than one token")
-    moments = second_moments(model, forwards)
-    return {name: free_directions(*pair, rank) for name, pair in moments.items()}
-
-
-def no_directions(model: Qwen2, rank: int) -> dict[str, Tensor]:
-    """Of their shapes, for `--resume` to fill."""
-    rights = {}
+        raise UserError(f"{data.rows.path}: no masks in {NUM_MEASURED} examples (too short?)")
+    processes.say("looking for directions: on a CPU, a quarter of an hour for a 0.5B")
+    with processes.arithmetic_in(recipe.dtype, model.device):
+        clean = second_moments(model, forwards, of_masks=False)
+        masks = second_moments(model, forwards, of_masks=True)
     for name, linear in matrices(model):
-        m = linear.in_features
-        rights[name] = torch.zeros(min(rank, m), m, device=model.device)
-    return rights
+        linear.right.copy_(free_directions(clean[name], masks[name], len(linear.right)))
 
 
 def main() -> None:
-    parser = make_parser()
-    parser.add_argument("--rank", type=number(int, 1), default=85, help="directions of a matrix")
+    parser = train.make_parser()
+    parser.add_argument("--rank", type=number(int, 1), default=85, help="K, directions per matrix")
+    parser.set_defaults(lr=3e-4)
     args = parser.parse_args()
     if dist.is_torchelastic_launched():
         raise UserError("torchrun is for train.py; this runs in one process")
+    if args.objective == "sft":
+        raise UserError("--objective sft: only masks are trained here; use train.py")
     device, dtype = find_device(args.device, args.dtype)
-    model, chat, data, run, recipe = prepare(args, device, dtype)
-    model.to(dtype)  # what is frozen needs no more
-    torch.manual_seed(args.seed)  # of svd_lowrank
-    if run.found:  # its checkpoint has them
-        rights = no_directions(model, args.rank)
-    else:
-        rights = directions(model, data, recipe, args.rank)
-    restrict(model, rights)
+    model, chat, data, run, recipe = train.prepare(args, device, dtype)
+    model.to(dtype)  # only what learns needs float32
+    restrict(model, args.rank)
+    if not run.found:  # else its checkpoint has them
+        torch.manual_seed(args.seed)  # of svd_lowrank
+        find_directions(model, data, recipe)
     if args.checkpoint_layers:
         processes.recompute_layers(model)
     run.whole_weights = merged
-    stop = train(model, chat, data, run, args, recipe)
+    stop = train.train(model, chat, data, run, args, recipe)
     if stop:
         sys.exit(128 + stop)
 
 
 if __name__ == "__main__":
-    run_main(main, out_of_memory=MEMORY_HINT)
+    run_main(main, out_of_memory=train.MEMORY_HINT)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from commands import command, is_refused
-from common import MASK, ROOT, cases, tiny_model, unpacked
+from common import MASK, ROOT, cases, rows_of, tiny_model, unpacked
 from training import contents, random_example
 
 from apps import low_rank
@@ -38,7 +38,7 @@ def test_free_directions_are_those_of_the_generalized_eigenproblem():
         clean = clean + 0.01 * (clean.diagonal() + clean.diagonal().median()).diag()
         values, vectors = torch.linalg.eig(torch.linalg.inv(clean) @ masks)
         order = values.real.argsort(descending=True)[:2]
-        for row, s, vector in zip(right, values.real[order], vectors.real.T[order]):
+        for row, s, vector in zip(right, values.real[order], vectors.real.T[order], strict=True):
             assert torch.allclose(row @ masks @ row, s / (s + PENALTY))
             assert torch.allclose(row @ clean @ row, 1 / (s + PENALTY))
             cosine = torch.cosine_similarity(row, vector, dim=0)
@@ -61,14 +61,13 @@ def test_second_moments_are_of_what_a_matrix_is_given():
     rng = random.Random(0)
     model = tiny_model(rng).requires_grad_(False)
     inputs = unpacked([lay_out(random_example(rng, 4), GRID) for _ in range(3)])
-    moments = second_moments(model, [inputs, inputs])
-    assert set(moments) == {name for name, _ in matrices(model)}
-    assert len(moments) == 7 * model.config.num_hidden_layers
     x = model.model.layers[0].input_layernorm(model.model.embed_tokens(inputs.tokens))
     is_mask = inputs.prefix <= inputs.pos
-    for found, positions in zip(
-        moments["model.layers.0.self_attn.v_proj"], (~is_mask & (inputs.doc >= 0), is_mask)
-    ):
+    for of_masks, positions in ((False, ~is_mask & (inputs.doc >= 0)), (True, is_mask)):
+        moments = second_moments(model, [inputs, inputs], of_masks)
+        assert set(moments) == {name for name, _ in matrices(model)}
+        assert len(moments) == 7 * model.config.num_hidden_layers
+        found = moments["model.layers.0.self_attn.v_proj"]
         expected = x[positions].T @ x[positions] / positions.sum()
         assert torch.allclose(found.double(), expected, rtol=1e-5)
 
@@ -81,11 +80,10 @@ def test_the_merged_model_computes_the_same():
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
         ordinary = Qwen2(model.config).double()
         inputs = unpacked([lay_out(random_example(rng, 4), GRID) for _ in range(3)])
-        rank = rng.randint(1, 4)
-        rights = {}
-        for name, linear in matrices(model):
-            rights[name] = torch.randn(rank, linear.in_features).double()
-        restrict(model, rights)
+        restrict(model, rank=rng.choice([1, 3, 99]))
+        model.double()
+        for _, linear in matrices(model):
+            linear.right.normal_()
         torch.testing.assert_close(merged(model), before, rtol=0, atol=1e-6)  # the row is float32
         for name, weight in model.named_parameters():
             is_free = name.endswith((".left", ".mask_row"))
@@ -117,7 +115,20 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def words(data):
-    return ("--model", ROOT / "toy/sft", "--data", data, "--rank", 16, "--batch", 6, "--hold", 8)
+    return (
+        "--model",
+        ROOT / "toy/sft",
+        "--data",
+        data,
+        "--rank",
+        16,
+        "--batch",
+        6,
+        "--hold",
+        8,
+        "--lr",
+        3e-3,
+    )
 
 
 def run(*words: object):
@@ -126,7 +137,7 @@ def run(*words: object):
 
 def test_it_learns_to_look_ahead_and_says_what_it_said(words, data, tmp_path):
     """The mask's row changes, each matrix at its rank, and nothing else."""
-    done = run(*words, "--lr", 3e-3, "--steps", 12, "--out", tmp_path)
+    done = run(*words, "--steps", 12, "--out", tmp_path)
     assert done.status == 0, done.err
     before, chat = load(str(ROOT / "toy/sft"))
     after, _ = load(str(tmp_path))
@@ -139,12 +150,19 @@ def test_it_learns_to_look_ahead_and_says_what_it_said(words, data, tmp_path):
         else:
             energy = torch.linalg.svdvals(change).square()
             assert 0 < energy[16:].sum() < 0.2 * energy.sum(), name  # rounding to bfloat16
-    row = json.loads(data.read_text().splitlines()[0])
-    example = make_example(row, chat, before.config.eos_token_id, 512)
-    held = Recipe(chat.mask_id, start=before)
-    [inputs] = forward_inputs([example], held)
-    noisy, clean = zip(*(losses(each, inputs, before) for each in (before, after)))
-    assert noisy[1] < noisy[0] - 1 and clean[1] < 1e-4
+    rows = rows_of(data)
+    recipe = Recipe(chat.mask_id, start=before)
+
+    def measured(model: Qwen2, some: list[dict]) -> list[float]:
+        """Both losses, noisy and clean."""
+        examples = [make_example(row, chat, before.config.eos_token_id, 512) for row in some]
+        pairs = [losses(model, inputs, before) for inputs in forward_inputs(examples, recipe)]
+        return torch.tensor(pairs).sum(0).tolist()
+
+    greedy, drawn = rows[:24], rows[24:]
+    assert measured(after, greedy)[0] < measured(before, greedy)[0] - 0.7
+    # With random directions in place of these 1.4e-4; with clean and masks exchanged 8e-5.
+    assert measured(after, drawn)[1] < 2e-5
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
@@ -155,18 +173,19 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path, monkeypatch
     assert run(*words, "--steps", 8, "--save-every", 4, "--out", part).status == 0
     last = sorted(part.glob("checkpoints/step-*"))[-1]
     last.rename(last.with_suffix(".tmp"))  # as if it had been killed while it saved
-    monkeypatch.setattr(low_rank, "directions", None)  # of a 0.5B they take a quarter of an hour
+    monkeypatch.setattr(low_rank, "find_directions", None)  # a quarter of an hour
     assert run(*words, "--steps", 8, "--out", part, "--resume").status == 0
     assert contents(whole)["model.safetensors"] == contents(part)["model.safetensors"]
 
 
 def test_refused(words, data, tmp_path, monkeypatch):
-    """Responses of one token have no masks; and torchrun would run it twice."""
+    """Responses of one token have no masks, nor has sft; and torchrun would run it twice."""
     short = tmp_path / "short.jsonl"
     short.write_text('{"prompt": "Mia", "response": "6", "finish_reason": "length"}')
     out = tmp_path / "out"
     done = run(*words, "--data", short, "--out", out)
-    assert done.status == 2 and "short.jsonl: no response of more than one token" in done.err
+    assert done.status == 2 and "short.jsonl: no masks in 60 examples" in done.err
+    assert is_refused(run(*words[:-4], "--out", out, "--objective", "sft"), "use train.py")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert is_refused(run(*words, "--out", out), "torchrun is for train.py")
     assert not out.exists()
