@@ -1,1 +1,1 @@
-"""Programs around the decoder: a conversation, a file of prompts, a trace, patches."""
+"""Programs around decoder and training: a conversation, files of prompts, a trace, patches."""

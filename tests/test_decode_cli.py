@@ -108,7 +108,9 @@ def test_a_model_that_has_not_learnt_masks_says_so():
         assert warning not in command("decode", *words, *others).err
 
 
-@pytest.mark.parametrize("name", ["batch", "chat", "from_gguf", "patch", "smollm2", "trace"])
+@pytest.mark.parametrize(
+    "name", ["batch", "chat", "from_gguf", "low_rank", "patch", "smollm2", "trace"]
+)
 def test_an_app_that_is_run_as_a_file(name):
     done = process(f"apps/{name}.py", "x")
     assert done.status == 1
