@@ -99,7 +99,7 @@ class Options:
             return
         self.verify = True
         if self.block_cache or self.metric != "probability":
-            raise UserError("--block-cache and --metric go with a --tau: give one")
+            raise UserError("--block-cache and --metric need a --tau, without --verify")
 
 
 # --------------------------------------------------------------------------------------- acceptance

@@ -138,6 +138,7 @@ def find_directions(model: Qwen2, data: Dataset, recipe: train.Recipe) -> None:
 
 def main() -> None:
     parser = train.make_parser()
+    parser.description = "Train a checkpoint's masks along directions that clean tokens hardly use."
     parser.add_argument("--rank", type=number(int, 1), default=85, help="K, directions per matrix")
     parser.set_defaults(lr=3e-4)
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,8 +53,9 @@ class Chat:
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:
         """Token ids of a prompt in which the chat template shows every turn."""
-        if isinstance(messages, str):  # which a template would take for a list of empty messages
-            raise UserError('messages: a list of {"role": "user", "content": "..."}, not a text')
+        # A template would take a text for a list of empty messages.
+        if isinstance(messages, str) or not all({"role", "content"} <= set(m) for m in messages):
+            raise UserError('messages: expected a list of {"role": "user", "content": "..."}')
         text = self.prompt(messages)
         for message in messages:
             said = message["content"].split("</think>")[
@@ -67,7 +69,8 @@ class Chat:
         try:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:  # half of a surrogate pair, from broken JSON or a broken terminal
-            raise UserError(f"not valid Unicode: {text[:40]!a}") from None
+            bad = re.search("[\ud800-\udfff]", text).start()
+            raise UserError(f"not valid Unicode: {text[max(0, bad - 20) : bad + 20]!a}") from None
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""

@@ -1,5 +1,6 @@
 """Rows of a JSONL file: of any size, in any order; and files of prompts, which may be text."""
 
+import contextlib
 import json
 import zlib
 from array import array
@@ -57,6 +58,8 @@ def read_rows(file: Path) -> dict[int, dict]:
     """
     content = file.read_bytes().removeprefix(BOM_UTF8)
     is_jsonl = content.lstrip().startswith(b"{")
+    if is_array(content):
+        raise UserError(f"{file}: one JSON array; expected a prompt per line, or JSONL")
     rows = {}
     for line_number, line in enumerate(content.splitlines(), start=1):
         where = f"{file}:{line_number}"
@@ -70,6 +73,13 @@ def read_rows(file: Path) -> dict[int, dict]:
     if not rows:
         raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
     return rows
+
+
+def is_array(content: bytes) -> bool:
+    """Is a whole file one JSON array?"""
+    with contextlib.suppress(ValueError):
+        return isinstance(json.loads(content), list)
+    return False
 
 
 def with_prompt(row: dict) -> dict:

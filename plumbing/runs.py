@@ -54,7 +54,8 @@ class Run:
                 before = self.found["run"].get(name)
                 if value != before:
                     raise UserError(
-                        f"{name} {value}: the run in {out} has {before}; choose another --out"
+                        f"{name} {value}: the run in {out} has {before}, and keeps it; "
+                        f"to train on from its model, give --model {out} and another --out"
                     )
         elif self.found and not self.found["finished"]:
             what = "has an unfinished run; --resume it, delete it or choose another --out"

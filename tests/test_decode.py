@@ -245,8 +245,8 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
         ({"metric": None}, "metric: must be one of probability, margin, entropy"),
         ({"rows": 0}, "rows 0: must be at least 1"),
         ({"verify": True, "tau": 0.9}, "--verify takes no --tau"),
-        ({"metric": "entropy"}, "go with a --tau"),
-        ({"block_cache": 4}, "go with a --tau"),
+        ({"metric": "entropy"}, "need a --tau"),
+        ({"block_cache": 4}, "need a --tau"),
     ],
 )
 def test_options_that_cannot_run(options, message):

@@ -176,6 +176,13 @@ def test_a_dtype_by_name():
         load("toy/mars", dtype="bfloat16")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there():
+    """From Python it was "missing, damaged, or too large for this machine"."""
+    with pytest.raises(UserError, match="device cuda: this machine has none"):
+        load("toy/mars", device="cuda")
+
+
 def test_a_head_in_the_file_is_the_head(checkpoint):
     """Some checkpoints have an lm_head.weight although they say tie_word_embeddings: true."""
     head = torch.randn(640, load_model(checkpoint).config.hidden_size)

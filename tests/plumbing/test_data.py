@@ -101,6 +101,11 @@ def test_a_prompt_is_what_training_has(chat):
         encode_prompt({"messages": turns}, chat)
     with pytest.raises(UserError, match="a list of"):  # a template would drop all of its letters
         chat.encode_prompt("Hi")
+    for wrong in ({"role": "user", "content": "Hi"}, [{"role": "user"}]):  # TypeError, KeyError
+        with pytest.raises(UserError, match="a list of"):
+            chat.encode_prompt(wrong)
+    with pytest.raises(UserError, match=r"not valid Unicode: '.*Hello \\udcff"):
+        chat.encode_prompt([{"role": "user", "content": "Hello \udcff"}])
 
 
 def test_unusable_rows_say_why(chat):
