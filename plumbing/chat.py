@@ -58,10 +58,9 @@ class Chat:
             raise UserError('messages: expected a list of {"role": "user", "content": "..."}')
         text = self.prompt(messages)
         for message in messages:
-            said = message["content"].split("</think>")[
-                -1
-            ]  # Qwen3's template drops former thoughts
-            if said.strip() not in text:  # and Qwen2.5's some roles
+            # Qwen3's template drops former thoughts, and Qwen2.5's some roles.
+            said = message["content"].split("</think>")[-1]
+            if said.strip() not in text:
                 raise UserError(f"a turn that the chat template drops (role {message['role']!r})")
         return self.encode(text)
 
