@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable
 from math import inf, isnan
 from numbers import Integral
@@ -27,6 +28,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=ShowDefaults, **options)
 
     def error(self, message: str) -> None:
+        """Raise UserError; an option that does not exist (--promt) is likelier the cause."""
+        typed = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
+        for word in typed:
+            if not any(option.startswith(word) for option in self._option_string_actions):
+                message = f"there is no {word}"
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
 
     def add_model(

@@ -44,6 +44,7 @@ BAD_OPTIONS = [
     ("decode --block 0", "block: must be at least 1, not 0"),
     (f"decode --block {2**64}", f"block: must be below 1000, not {2**64}"),
     ("decode --block-cache 0", "block_cache: must be at least 1, not 0"),
+    ("decode --promt Hi", "there is no --promt (see --help)"),
     ("decode --block-cache 8", "--block-cache and --metric need a --tau"),
     ("decode --verify --tau 0.9", "--verify takes no --tau"),
     ("decode --max-new 5000", "new ones exceed the"),
