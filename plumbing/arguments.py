@@ -28,10 +28,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=ShowDefaults, **options)
 
     def error(self, message: str) -> None:
-        """Raise UserError; an option that does not exist (--promt) is likelier the cause."""
+        """Raise UserError; where something is missing, it names an option that does not exist."""
         typed = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
         for word in typed:
-            if not any(option.startswith(word) for option in self._option_string_actions):
+            is_known = any(option.startswith(word) for option in self._option_string_actions)
+            if not is_known and not message.startswith("argument "):
                 message = f"there is no {word}"
         raise UserError(f"{message.removeprefix('argument ')} (see --help)")
 

@@ -115,20 +115,8 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def words(data):
-    return (
-        "--model",
-        ROOT / "toy/sft",
-        "--data",
-        data,
-        "--rank",
-        16,
-        "--batch",
-        6,
-        "--hold",
-        8,
-        "--lr",
-        3e-3,
-    )
+    files = ("--model", ROOT / "toy/sft", "--data", data)
+    return (*files, "--rank", 16, "--batch", 6, "--hold", 8, "--lr", 3e-3)
 
 
 def run(*words: object):
@@ -185,7 +173,7 @@ def test_refused(words, data, tmp_path, monkeypatch):
     out = tmp_path / "out"
     done = run(*words, "--data", short, "--out", out)
     assert done.status == 2 and "short.jsonl: no masks in 60 examples" in done.err
-    assert is_refused(run(*words[:-4], "--out", out, "--objective", "sft"), "use train.py")
+    assert is_refused(run(*words, "--out", out, "--objective", "sft"), "use train.py")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert is_refused(run(*words, "--out", out), "torchrun is for train.py")
     assert not out.exists()
