@@ -352,6 +352,8 @@ def load_for_decoding(args) -> tuple:
     needs_masks = args.tau is not None and args.tau < 1
     if needs_masks and args.block is None and model.config.block is None:
         note(f"{args.model}: was not trained with masks: what a tau below 1 accepts is garbage")
+    if not chat.has_template:
+        note(f"{args.model}: has no chat template, so it may not know where an answer ends")
     return model, chat
 
 

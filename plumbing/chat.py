@@ -33,9 +33,11 @@ class Chat:
         if (directory / "tokenizer_config.json").exists():
             self.settings = read_json(directory / "tokenizer_config.json")
         with failure_as(f"{directory}: the chat template is damaged"):
-            self.template = self.settings.pop("chat_template", None) or CHATML
+            template = self.settings.pop("chat_template", None)
             if (directory / "chat_template.jinja").exists():
-                self.template = (directory / "chat_template.jinja").read_text("utf-8")
+                template = (directory / "chat_template.jinja").read_text("utf-8")
+            self.has_template = bool(template)
+            self.template = template or CHATML
             names = {}  # eos_token and the like, some as text, some as an object
             for name, token in self.settings.items():
                 if name.endswith("_token") and token:

@@ -50,7 +50,7 @@ def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) 
     if not {chat.mask_id, *ends}.isdisjoint(response):  # never predicted, or only at the end
         raise UserError("a mask or end-of-turn token in the response")
     if not 0 < len(prompt) < max_length:
-        raise UserError(f"prompt of {max_length} tokens or more")
+        raise UserError(f"prompt of {max_length} tokens or more (--max-length)")
     tokens = prompt + response
     if row.get("finish_reason") != "length":
         tokens.append(ends[0])

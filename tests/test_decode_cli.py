@@ -4,6 +4,7 @@ import io
 import itertools
 import random
 import re
+import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -106,6 +107,16 @@ def test_a_model_that_has_not_learnt_masks_says_so():
     assert warning in command("decode", *words, "--tau", 0.8).err
     for others in (["--tau", 1], [], ["--tau", 0.8, "--block", 4]):
         assert warning not in command("decode", *words, *others).err
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path):
+    """A newcomer's base model went on and on: nothing said that it had learnt no chat."""
+    shutil.copytree(ROOT / "toy/sft", tmp_path / "base")
+    words = ["--prompt", PROMPT, "--max-new", 6, "--model", tmp_path / "base"]
+    assert "chat template" not in command("decode", *words).err
+    for name in ("chat_template.jinja", "tokenizer_config.json"):  # a template may be in either
+        (tmp_path / "base" / name).unlink()
+    assert "base: has no chat template, so it may not" in command("decode", *words).err
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_unusable_rows_say_why(chat):
         ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
         ({"prompt": "Hi", "response": "<|endoftext|>"}, "a mask or end-of-turn token"),
         ({"messages": [{"content": "Hi"}, reply]}, "content that is not text, or no role"),
-        ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 tokens or more"),
+        ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 .*--max-length"),
     ):
         with pytest.raises(UserError, match=reason):
             make_example(row, chat, ENDS, 512)
