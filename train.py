@@ -288,8 +288,8 @@ def look_ahead(model: Qwen2, examples: list[Example], recipe: Recipe) -> list[fl
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
-    shares = right / count.clamp(min=1)
-    return [round(share, 4) for share in shares[1:].tolist()]
+    shares = (right / count)[count > 0]  # examples without masks predict 1 ahead only
+    return [round(share, 4) for share in shares.tolist()]
 
 
 # ----------------------------------------------------------------------------------------- the loop

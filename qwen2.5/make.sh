@@ -17,6 +17,7 @@ ROWS=${ROWS:-64}             # answered at a time
 EPOCHS=${EPOCHS:-2}
 BATCH=${BATCH:-16}           # answers in a step
 LR=${LR:-3e-4}
+RANK=${RANK:-90}             # directions of each matrix that the patch keeps
 PROBLEMS=${PROBLEMS:-400}    # of each benchmark
 
 mkdir -p "$WORK"
@@ -47,7 +48,7 @@ data() {
 once data.jsonl data
 python -m apps.low_rank --model "$START" --data "$WORK/data.jsonl" --out "$WORK/mars" --resume --hold 8 \
     --epochs "$EPOCHS" --batch "$BATCH" --lr "$LR" --max-length 384 --save-every 50 --dtype bfloat16
-[ -e "$WORK/patch.gz" ] || python -m apps.patch make "$ORIGINAL" "$WORK/mars" "$WORK/patch.gz"
+[ -e "$WORK/patch.gz" ] || python -m apps.patch make "$ORIGINAL" "$WORK/mars" "$WORK/patch.gz" --rank "$RANK"
 [ -e "$WORK/model/config.json" ] || python -m apps.patch apply "$ORIGINAL" "$WORK/patch.gz" "$WORK/model"
 
 # What the patch gives: right answers and tokens per forward, speed, what sure masks get wrong.

@@ -135,6 +135,10 @@ def test_look_ahead_is_what_a_decoder_would_guess(blocks):
     assert shares == [round(r / c, 4) for r, c in zip(right, count)]
     assert len(set(shares)) == 4
 
+    for example in examples:
+        example.has_masks = False  # 0.000 was printed for what nothing had been asked to predict
+    assert train.look_ahead(model, examples, Recipe(MASK, B, blocks)) == shares[:1]
+
 
 def test_logits_exist_a_few_at_a_time(monkeypatch):
     """Of targets only. The backward pass makes all but the last few of each loss again."""
