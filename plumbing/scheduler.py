@@ -77,18 +77,20 @@ class Method(Protocol):
 class Scheduler:
     """The rows of a cache; a row that is done takes the next sequence of `waiting` at once."""
 
-    def __init__(self, cache, rows: int, block: int):
-        """block: B, how many masks a prefill has after the prompt."""
+    def __init__(self, cache, rows: int, block: int, skip_idle: bool):
+        """block: B, how many masks a prefill has after the prompt. skip_idle: see `schedule`."""
         self.cache = cache
         self.block = block
+        self.skip_idle = skip_idle
         self.waiting: deque[Sequence] = deque()
         self.sequences: list[Sequence | None] = [None] * rows  # in each row
 
     def schedule(self) -> tuple[list[int], list[Sequence | None], bool]:
         """Who is in the next forward: rows of the cache, their sequences, and is it a prefill?
 
-        A prefill has only rows that begin; any other forward has all rows, and a row that is idle
-        or must wait has None. No rows: there is nothing to do.
+        A prefill has only rows that begin. Any other forward has all rows, and one that is idle or
+        must wait has None. With skip_idle it has only the rows that run, once half of them are
+        idle; before, to copy their part of the cache would cost more. No rows: nothing to do.
         """
         self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
@@ -104,6 +106,8 @@ class Scheduler:
                 self.cache.begin(row)
         waits = self.cache.rows_that_wait({row: len(each.text) for row, each in running.items()})
         rows = list(range(len(self.sequences)))
+        if self.skip_idle and 2 * len(running) <= len(rows):
+            rows = list(running)
         return rows, [None if row in waits else running.get(row) for row in rows], False
 
     def admit(self) -> None:
