@@ -17,8 +17,10 @@ to the one that completes it; later tokens of the same forward do not.
 
 import logging
 import os
+import sys
 import tempfile
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
 
@@ -159,7 +161,8 @@ def evaluate(lm: Mars, name: str, manager: TaskManager, args) -> tuple[float, fl
     lm.counts.clear()
     task = name
     metric = METRICS[BUNDLED[name][0] if name in BUNDLED else name]
-    with tempfile.TemporaryDirectory() as folder:
+    # Some tasks print while they load: only the table goes to the standard output.
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         if name in BUNDLED:
             task = write_task(name, manager, Path(folder))
         results = lm_eval.simple_evaluate(
