@@ -89,8 +89,8 @@ class Scheduler:
         """Who is in the next forward: rows of the cache, their sequences, and is it a prefill?
 
         A prefill has only rows that begin. Any other forward has all rows, and one that is idle or
-        must wait has None. With skip_idle it has only the rows that run, once half of them are
-        idle; before, to copy their part of the cache would cost more. No rows: nothing to do.
+        must wait has None. With skip_idle, once half of the rows are idle, it has only the others;
+        before that, to copy their part of the cache costs more. No rows: nothing to do.
         """
         self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
