@@ -187,9 +187,7 @@ class Decoder:
         if options.block_cache:
             self.widest += min(options.block_cache, self.longest)  # a cache block is fed as a whole
         self.cache = make_cache(model, rows, self.longest + self.widest, options)
-        # An idle row costs as much as any on a CPU; compiled shapes are static.
-        skip_idle = model.device.type == "cpu" and not options.compile
-        self.scheduler = Scheduler(self.cache, rows, self.block, skip_idle)
+        self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.model = fast_copy(model, options.compile)
         self.num_threads = torch.get_num_threads()  # attention depends on it: see additive_mask
         self.fast_forward = self.forward

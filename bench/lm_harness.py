@@ -101,7 +101,7 @@ class Mars(LM):
         room = max(1, self.model.config.max_position_embeddings - self.options.max_new)
         prompts = [self.chat.encode(request.args[0])[-room:] for request in requests]
         longest = max(map(len, prompts)) + self.options.max_new
-        rows = min(self.num_rows, len(prompts))  # idle rows would cost as much as the others
+        rows = min(self.num_rows, len(prompts))
         decoder = Decoder(self.model, self.options, rows, longest)
         for prompt in prompts:
             decoder.add(prompt)

@@ -77,20 +77,21 @@ class Method(Protocol):
 class Scheduler:
     """The rows of a cache; a row that is done takes the next sequence of `waiting` at once."""
 
-    def __init__(self, cache, rows: int, block: int, skip_idle: bool):
-        """block: B, how many masks a prefill has after the prompt. skip_idle: see `schedule`."""
+    def __init__(self, cache, rows: int, block: int, is_compiled: bool):
+        """block: B, how many masks a prefill has after the prompt."""
         self.cache = cache
         self.block = block
-        self.skip_idle = skip_idle
+        # On a CPU an idle row costs as much as any. Compiled forwards have static shapes.
+        self.skip_idle = cache.device.type == "cpu" and not is_compiled
         self.waiting: deque[Sequence] = deque()
         self.sequences: list[Sequence | None] = [None] * rows  # in each row
 
     def schedule(self) -> tuple[list[int], list[Sequence | None], bool]:
         """Who is in the next forward: rows of the cache, their sequences, and is it a prefill?
 
-        A prefill has only rows that begin. Any other forward has all rows, and one that is idle or
-        must wait has None. With skip_idle, once half of the rows are idle, it has only the others;
-        before that, to copy their part of the cache costs more. No rows: nothing to do.
+        A prefill has only rows that begin; any other forward has all rows, and a row that is idle
+        or must wait has None. On a CPU idle rows are left out once they are half of all: then to
+        copy the others' part of the cache costs less. No rows: there is nothing to do.
         """
         self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
