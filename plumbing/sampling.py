@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def dice_of_rows(
-    seed: int, sequences: list, places: list[list[int]], shape: tuple, device: torch.device
+    seed: int, sequences: list, positions: list[list[int]], shape: tuple, device: torch.device
 ) -> Tensor:
-    """Dice (R, C, V), the shape: for the tokens at these places of each row's sequence."""
+    """Dice (R, C, V), the shape: for the tokens at these positions of each row's sequence."""
     noise = torch.zeros(shape, device=device)
-    for of_row, sequence, of_sequence in zip(noise, sequences, places):
-        for of_column, place in zip(of_row, of_sequence):
-            of_column += dice(seed, sequence.index, place, len(of_column), device)
+    for of_row, sequence, of_sequence in zip(noise, sequences, positions):
+        for of_column, position in zip(of_row, of_sequence):
+            of_column += dice(seed, sequence.index, position, len(of_column), device)
     return noise
 
 

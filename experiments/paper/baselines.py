@@ -107,8 +107,8 @@ def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
     while not answer.done:
         block = [mask_id] * model.config.block
         for _ in range(len(block)):
-            text = torch.tensor(answer.text, device=model.device)
-            window = torch.tensor([answer.text[-1:] + block], device=model.device)
+            text = torch.tensor(answer.token_ids, device=model.device)
+            window = torch.tensor([answer.token_ids[-1:] + block], device=model.device)
             first = torch.tensor([len(text) - 1], device=model.device)
             [hidden] = window_states(model, text, len(prompt), window, first)
             confidence, tokens = model.logits(hidden).softmax(-1).max(-1)
@@ -129,9 +129,9 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
     answer = Sequence(prompt, model.config, max_new, tau=None)
     guesses = []
     while not answer.done:
-        tokens = torch.tensor([answer.text + guesses], device=model.device)
+        tokens = torch.tensor([answer.token_ids + guesses], device=model.device)
         positions = torch.arange(tokens.size(1), device=model.device)[None]
-        hidden = model(tokens, positions, None)[0, len(answer.text) - 1 :]
+        hidden = model(tokens, positions, None)[0, len(answer.token_ids) - 1 :]
         predicted = model.logits(hidden).argmax(-1).tolist()
         held = num_in_common(predicted, guesses)
         answer.take(predicted[: held + 1], width=1 + len(guesses))
