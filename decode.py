@@ -69,7 +69,9 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 # ------------------------------------------------------------------------------------------ options
 
-METRICS = ("probability", "margin", "entropy")
+# The measures of confidence, and of each the tau that is plain AR. It has no masks: a confidence
+# that was rounded to 1 would pass.
+AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
 
 
 @dataclass
@@ -89,8 +91,8 @@ class Options:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise UserError(f"metric: must be one of {', '.join(METRICS)}, not {self.metric!r}")
+        if self.metric not in AR_TAU:
+            raise UserError(f"metric: must be one of {', '.join(AR_TAU)}, not {self.metric!r}")
         if self.block is not None:
             check_number("block", self.block, int, least=1, below=1000)
         if self.block_cache is not None:
@@ -109,12 +111,7 @@ class Options:
 
     @property
     def is_plain_ar(self) -> bool:
-        return is_plain_ar(self.tau, self.metric)
-
-
-def is_plain_ar(tau: float | None, metric: str) -> bool:
-    """Is every token AR's own? Then no masks are fed: a confidence rounded to 1 would pass."""
-    return tau == (0 if metric == "entropy" else 1)
+        return self.tau == AR_TAU[self.metric]
 
 
 def add_options(parser: Parser, num_taus: str | None = None) -> None:
@@ -126,7 +123,7 @@ def add_options(parser: Parser, num_taus: str | None = None) -> None:
         "plain AR, below it the text may differ from AR's; with --metric entropy at most this many "
         "nats, 0 is AR (default: no tau, lossless: the text of --tau 1, up to rounding, in fewer "
         "forwards)")
-    add("--metric", choices=METRICS, default=default.metric, help="measure of confidence")
+    add("--metric", choices=tuple(AR_TAU), default=default.metric, help="measure of confidence")
     add("--block", type=int, help="B, number of masks (default: as in training, or 4)")
     add("--block-cache", type=int, metavar="N", help="the paper's cache, in blocks of N tokens")
     add("--max-new", type=int, default=default.max_new, help="maximum number of new tokens")
@@ -175,15 +172,10 @@ class Threshold:
 
     def feed(self, sequence: Sequence) -> list[Position]:
         """The masks that follow a text. They see all of it: their prefix is its length."""
-        if is_plain_ar(sequence.tau, self.metric):
+        if sequence.tau == AR_TAU[self.metric]:
             return []
         end = len(sequence.token_ids)
         return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
-
-    def passes(self, confidence: float, tau: float) -> bool:
-        if self.metric == "entropy":
-            return confidence <= tau
-        return confidence >= tau
 
     def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
         """The candidates up to the first that does not pass.
@@ -192,7 +184,10 @@ class Threshold:
         """
         accepted = tokens[:1]
         for token, confidence in zip(tokens[1:], confidences[1:]):
-            if not self.passes(confidence, sequence.tau):
+            passes = confidence >= sequence.tau
+            if self.metric == "entropy":
+                passes = confidence <= sequence.tau
+            if not passes:
                 break
             accepted.append(token)
         return Decision(accepted, num_held=0)
@@ -216,15 +211,11 @@ class Feed(NamedTuple):
     sequence: Sequence | None  # None: the row is idle or waits, and is fed padding alone
     positions: list[Position]
     num_real: int  # how many of the positions are tokens of the text
-
-    @property
-    def columns(self) -> range:
-        """The positions that predict: the last real token and all after it."""
-        return range(max(0, self.num_real - 1), len(self.positions))
+    columns: range  # which positions predict: the last real token and all after it
 
     @property
     def predicted(self) -> list[int]:
-        """The pos of the token that each of these predicts."""
+        """The pos of the token that each column predicts."""
         return [self.positions[column][1] + 1 for column in self.columns]
 
 
@@ -313,12 +304,13 @@ class Decoder:
         """What a row is fed in its turn."""
         row, sequence, most_masks = turn
         if sequence is None:
-            return Feed(row, None, positions=[], num_real=0)
+            return Feed(row, None, positions=[], num_real=0, columns=range(0))
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
         real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-        after = self.method.feed(sequence)[:most_masks]
-        return Feed(row, sequence, real + after, len(real))
+        positions = real + self.method.feed(sequence)[:most_masks]
+        columns = range(len(real) - 1, len(positions))
+        return Feed(row, sequence, positions, len(real), columns)
 
     def predict(self, feeds: list[Feed], is_prefill: bool) -> list[tuple[list[int], list[float]]]:
         """For each feed the tokens that its columns predict, and how confident they are.
@@ -336,28 +328,24 @@ class Decoder:
         # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
         end = self.cache.capacity
         padding = (self.config.mask_token_id, end, end + 1)
-        inputs = padded([feed.positions for feed in feeds], width, padding)
-        columns = padded([list(feed.columns) for feed in feeds], num_columns, 0)
+        inputs = []  # (R, T, 3)
+        columns = []  # (R, C)
+        for feed in feeds:
+            inputs.append(feed.positions + [padding] * (width - len(feed.positions)))
+            columns.append([*feed.columns] + [0] * (num_columns - len(feed.columns)))
+        inputs = torch.tensor(inputs, device=self.cache.device)
+        columns = torch.tensor(columns, device=self.cache.device)
+        noise = None
+        if self.options.temperature > 0:
+            wanted = [(feed.sequence, feed.predicted) for feed in feeds]
+            noise = dice_of_rows(self.options.seed, wanted, columns, self.config.vocab_size)
         self.cache.reserve(width, [feed.row for feed in feeds])
-        tokens, confidences = forward(
-            torch.tensor(inputs, device=self.cache.device),  # (R, T, 3)
-            torch.tensor(columns, device=self.cache.device),  # (R, C)
-            self.noise(feeds, num_columns),
-        ).tolist()
+        tokens, confidences = forward(inputs, columns, noise).tolist()
         predictions = []
         for feed, of_row, how_sure in zip(feeds, tokens, confidences):
             n = len(feed.columns)
             predictions.append(([int(token) for token in of_row[:n]], how_sure[:n]))
         return predictions
-
-    def noise(self, feeds: list[Feed], num_columns: int) -> Tensor | None:
-        """The dice (R, C, V) for the tokens that are predicted; None if decoding is greedy."""
-        if self.options.temperature == 0:
-            return None
-        sequences = [feed.sequence for feed in feeds]
-        predicted = [feed.predicted for feed in feeds]
-        shape = (len(feeds), num_columns, self.config.vocab_size)
-        return dice_of_rows(self.options.seed, sequences, predicted, shape, self.cache.device)
 
     def forward(self, inputs: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
         """The token that each column (R, C) predicts, and its confidence: (2, R, C), one copy.
@@ -376,11 +364,6 @@ class Decoder:
         confidence = measure_confidence(probs, tokens, self.method.metric)
         # Float32 or more: exact for token ids.
         return torch.stack([tokens.to(confidence.dtype), confidence])
-
-
-def padded(rows: list[list], width: int, padding: object) -> list[list]:
-    """Each row with so much padding that it has `width` entries."""
-    return [row + [padding] * (width - len(row)) for row in rows]
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:

@@ -54,7 +54,10 @@ class TracedMethod:
         else:
             facts["candidates"] = list(zip(self.labels(tokens), confidences))
             facts["passed"] = len(decision.tokens)
-            facts["sure"] = [self.method.passes(each, sequence.tau) for each in confidences]
+            facts["sure"] = []  # would it pass, right after the first, which always does?
+            for token, confidence in zip(tokens, confidences):
+                accepted, _ = self.method.decide(sequence, [0, token], [0.0, confidence])
+                facts["sure"].append(len(accepted) == 2)
         self.forwards.append(facts)
         return decision
 

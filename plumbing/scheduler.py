@@ -110,34 +110,26 @@ class Scheduler:
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
         new = [row for row in running if self.cache.lengths[row] < running[row].prompt_length]
+        rows = []
         if new:
             rows = self.that_fit(new)
-            return self.turns(rows, {row: running[row] for row in rows}), True
-        if not running:
-            return [], False
-        for row, sequence in enumerate(self.sequences):
-            if sequence and sequence.done:  # after `admit`, which may reuse what the row holds
-                self.sequences[row] = None
-                self.cache.begin(row)
-        rows = list(range(len(self.sequences)))
-        if self.skip_idle and 2 * len(running) <= len(rows):
-            rows = list(running)
-        return self.turns(rows, running), False
-
-    def turns(self, rows: list[int], running: dict[int, Sequence]) -> list[Turn]:
-        """The turns of these rows; one that must wait has no sequence in this forward."""
-        lengths = {row: len(sequence.token_ids) for row, sequence in running.items()}
-        most_masks = self.cache.most_masks(lengths)
-        self.held_back = []
+        elif running:
+            for row, sequence in enumerate(self.sequences):
+                if sequence and sequence.done:  # after `admit`, which may reuse what the row holds
+                    self.sequences[row] = None
+                    self.cache.begin(row)
+            rows = list(range(len(self.sequences)))
+            if self.skip_idle and 2 * len(running) <= len(rows):
+                rows = list(running)
+        text_lengths = {row: len(running[row].token_ids) for row in rows if row in running}
+        most_masks = self.cache.most_masks(text_lengths)
+        self.held_back = [running[row] for row, most in most_masks.items() if most is None]
         turns = []
         for row in rows:
-            sequence = running.get(row)
             most = most_masks.get(row)
-            if sequence and most is None:
-                self.held_back.append(sequence)
-                sequence = None
+            sequence = None if most is None else running[row]
             turns.append(Turn(row, sequence, most))
-        return turns
+        return turns, bool(new)
 
     def admit(self) -> None:
         """Give each free row a waiting sequence."""
