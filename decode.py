@@ -247,9 +247,11 @@ class Decoder:
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.model = fast_copy(model, options.compile)
         self.num_threads = torch.get_num_threads()  # attention depends on it: see additive_mask
-        self.compiled_forward = self.forward
         if options.compile:
             self.compiled_forward = compiled(self.forward, self.cache)
+        # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
+        end = self.cache.capacity
+        self.padding = (config.mask_token_id, end, end + 1)
         self.num_added = 0
 
     def add(self, prompt: list[int], tau: float | None = None, max_new=None, index=None):
@@ -303,7 +305,7 @@ class Decoder:
     def feed(self, turn: Turn) -> Feed:
         """What a row is fed in its turn."""
         row, sequence, most_masks = turn
-        if sequence is None:
+        if most_masks is None:
             return Feed(row, None, positions=[], num_real=0, columns=range(0))
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
@@ -321,17 +323,15 @@ class Decoder:
         """
         width = max(len(feed.positions) for feed in feeds)
         num_columns = max(len(feed.columns) for feed in feeds)
-        forward = self.forward if is_prefill else self.compiled_forward
-        if self.options.compile and not is_prefill and width > 1:
-            # So there are two widths to compile: this, and a single position (plain AR).
-            width = num_columns = self.cache.widest
-        # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
-        end = self.cache.capacity
-        padding = (self.config.mask_token_id, end, end + 1)
+        forward = self.forward
+        if self.options.compile and not is_prefill:
+            forward = self.compiled_forward
+            if width > 1:  # so it compiles two widths: this, and a single position (plain AR)
+                width = num_columns = self.cache.widest
         inputs = []  # (R, T, 3)
         columns = []  # (R, C)
         for feed in feeds:
-            inputs.append(feed.positions + [padding] * (width - len(feed.positions)))
+            inputs.append(feed.positions + [self.padding] * (width - len(feed.positions)))
             columns.append([*feed.columns] + [0] * (num_columns - len(feed.columns)))
         inputs = torch.tensor(inputs, device=self.cache.device)
         columns = torch.tensor(columns, device=self.cache.device)
@@ -360,8 +360,9 @@ class Decoder:
         if noise is not None:  # the best of logits + T * dice is a draw from p^(1/T)
             scores = logits + self.options.temperature * noise
         tokens = scores.argmax(-1)
-        probs = (scores if self.method.confidence_has_dice else logits).softmax(-1)
-        confidence = measure_confidence(probs, tokens, self.method.metric)
+        if self.method.confidence_has_dice:
+            logits = scores
+        confidence = measure_confidence(logits.softmax(-1), tokens, self.method.metric)
         # Float32 or more: exact for token ids.
         return torch.stack([tokens.to(confidence.dtype), confidence])
 

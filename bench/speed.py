@@ -208,6 +208,7 @@ def widths(model: Qwen2, args) -> None:
     """Print what a forward of one row costs after 200 tokens, by the number of its positions."""
     decoder = Decoder(model, Options(compile=args.compile), rows=1, longest=256)
     decoder.cache.lengths = [200]
+    decode = decoder.compiled_forward if args.compile else decoder.forward
 
     @torch.inference_mode()
     def forward(width: int) -> list:
@@ -215,7 +216,7 @@ def widths(model: Qwen2, args) -> None:
         inputs = torch.tensor([inputs], device=model.device)
         columns = torch.arange(width - NUM_PREDICTIONS[width], width, device=model.device)[None]
         decoder.cache.reserve(width, [0])
-        return decoder.compiled_forward(inputs, columns, noise=None).tolist()
+        return decode(inputs, columns, noise=None).tolist()
 
     work = {f"{width}": functools.partial(forward, width) for width in NUM_PREDICTIONS}
     in_turn(work, 1, model.device)  # with --compile the second run, too, is slow

@@ -81,8 +81,8 @@ class Turn(NamedTuple):
     """A row's part in the next forward."""
 
     row: int  # of the cache
-    sequence: Sequence | None  # None: the row is idle or waits
-    most_masks: int | None  # how many may follow its text
+    sequence: Sequence | None  # None: the row is idle
+    most_masks: int | None  # that may follow its text; None: the row is idle or waits
 
 
 class Scheduler:
@@ -124,11 +124,7 @@ class Scheduler:
         text_lengths = {row: len(running[row].token_ids) for row in rows if row in running}
         most_masks = self.cache.most_masks(text_lengths)
         self.held_back = [running[row] for row, most in most_masks.items() if most is None]
-        turns = []
-        for row in rows:
-            most = most_masks.get(row)
-            sequence = None if most is None else running[row]
-            turns.append(Turn(row, sequence, most))
+        turns = [Turn(row, running.get(row), most_masks.get(row)) for row in rows]
         return turns, bool(new)
 
     def admit(self) -> None:
