@@ -13,9 +13,7 @@ What is unusual here:
     prompt, unmasked, which computes clean positions a second time; the loss is the same;
   * every target is weighted relative to the whole step, so the loss does not depend on how a step
     is packed, cut into forwards and split among processes (torchrun and FSDP2);
-  * a run that was killed continues bit for bit (`--resume`, on a CPU, with as many threads);
-  * two options are not the paper's: `--hold` holds the clean stream to what the model predicted
-    before training, `--blocks every` has a block of masks at every token.
+  * a run that was killed continues bit for bit (`--resume`, on a CPU, with as many threads).
 """
 
 import argparse
@@ -23,7 +21,6 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -41,8 +38,8 @@ from plumbing.data import Dataset, Example
 from plumbing.errors import UserError
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
-from plumbing.packing import fill_rows, grouped, packed, round_up
-from plumbing.runs import Run, what_decides
+from plumbing.packing import own_rows, round_up, shared_rows
+from plumbing.runs import Run, find_progress, training_parser, what_decides
 
 # --------------------------------------------------------------------------------------- the method
 
@@ -80,13 +77,15 @@ def naive_loss(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is learnt from an example, and how the examples of a step become forwards."""
+    """What is learnt from an example, in how many steps, and how a step becomes forwards."""
 
     mask_id: int
     block: int | None = 4  # B; None: the clean stream alone, which is ordinary fine-tuning
-    blocks: str = "grid"  # where blocks begin: see `place_masks`
     ar_weight: float = 1.0  # of the clean loss
-    start: Qwen2 | None = None  # a frozen model that the clean stream is held to: see `losses`
+    lr: float = 5e-6  # the peak of the learning rate
+    batch: int = 128  # examples in a step
+    steps: int = 1
+    save_every: int = 500  # steps
     batch_tokens: int = 4096  # positions in a forward
     row_width: int | None = None  # examples share rows of this width; None: each has its own
     dtype: torch.dtype = torch.float32  # of the arithmetic; the weights stay float32
@@ -111,54 +110,60 @@ class Streams(NamedTuple):
         return Streams(*(field.to(device) for field in self))
 
 
-PADDING = {"prefix": 1, "doc": -1}  # and 0 in all other fields
+# A position of padding is no mask, and of no example.
+PADDING = Streams(tokens=0, pos=0, prefix=1, doc=-1, target=0, noisy_weight=0.0, clean_weight=0.0)
 
 
-def place_masks(prompt: int, length: int, block: int, blocks: str) -> tuple[Tensor, Tensor]:
+def join(streams: list[Streams], rows: list[list[int]], width: int) -> Streams:
+    """Streams one after another in rows of `width`; rows: which of the streams each row has."""
+    joined = Streams(*(torch.full((len(rows), width), value) for value in PADDING))
+    for row, indices in enumerate(rows):
+        end = 0
+        for i in indices:
+            begin = end
+            end += len(streams[i].tokens)
+            for field, values in zip(joined, streams[i]):
+                field[row, begin:end] = values
+    return joined
+
+
+def place_masks(prompt: int, length: int, block: int) -> tuple[Tensor, Tensor]:
     """The position of each mask, and where its block begins: both (M,).
 
-    grid: a mask stands in the place of each response token but the last, which has no next token.
-    Blocks begin at 0, B, 2B, ...; one that begins in the prompt is cut short. every: a block of B
-    masks begins in the place of each response token but the last, as a decoder may need it.
+    A mask stands in the place of each response token but the last, which has no next token. Blocks
+    begin at 0, B, 2B, ...; one that begins in the prompt is cut short.
     """
     mask_pos = torch.arange(prompt, length - 1)
-    if blocks == "grid":
-        block_start = mask_pos - mask_pos % block
-        return mask_pos, block_start.clamp(min=prompt)
-    block_start = mask_pos[:, None].expand(-1, block)  # a row for each block
-    mask_pos = block_start + torch.arange(block)
-    has_target = mask_pos < length - 1
-    return mask_pos[has_target], block_start[has_target]
+    block_start = mask_pos - mask_pos % block
+    return mask_pos, block_start.clamp(min=prompt)
 
 
 def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
-    """One example as [clean ; masks]; its weights are those of a mean over its predictions.
+    """One example as [clean ; masks]; its weights are those of a mean over its targets.
 
     The last position of each stream, which predicts nothing, is left out: of the L tokens L - 1 are
-    in the clean stream. An example without masks has no weight in the noisy loss.
+    in the clean stream.
     """
     x = torch.tensor(example.tokens)
     P = example.prompt_length
     L = len(x)
     clean_pos = torch.arange(L - 1)
-    mask_pos = block_start = torch.arange(0)  # none
-    first_weight = 0.0
-    if recipe.block is not None and example.has_masks:  # a row may say that it has none
-        mask_pos, block_start = place_masks(P, L, recipe.block, recipe.blocks)
-        # No mask predicts the first response token. The last prompt token does, so it counts in the
-        # noisy loss, too, as in the paper. With --hold the clean stream learns no tokens at all.
-        if recipe.start is None:
-            first_weight = 1 / example.num_targets
-    M = len(mask_pos)
-    T = L - 1 + M
-    noisy_weight = torch.zeros(T)
-    noisy_weight[P - 1] = first_weight
-    noisy_weight[L - 1 :] = (1 - first_weight) / max(1, M)  # the masks'
-    clean_weight = torch.zeros(T)
-    clean_weight[P - 1 : L - 1] = 1 / example.num_targets
+    mask_pos = block_start = torch.arange(0)  # no masks
+    if recipe.block is not None:
+        mask_pos, block_start = place_masks(P, L, recipe.block)
     pos = torch.cat([clean_pos, mask_pos])
+    T = len(pos)
+    share = 1 / example.num_targets
+    clean_weight = torch.zeros(T)
+    clean_weight[P - 1 : L - 1] = share
+    noisy_weight = torch.zeros(T)
+    if recipe.block is not None:
+        noisy_weight[L - 1 :] = share  # the masks'
+        # No mask predicts the first response token. The last prompt token does, so it counts in the
+        # noisy loss, too, as in the paper.
+        noisy_weight[P - 1] = share
     return Streams(
-        tokens=torch.cat([x[:-1], torch.full((M,), recipe.mask_id)]),
+        tokens=torch.cat([x[:-1], torch.full_like(mask_pos, recipe.mask_id)]),
         pos=pos,
         prefix=torch.cat([clean_pos + 1, block_start]),
         doc=torch.full((T,), doc),
@@ -171,21 +176,25 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
 def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> list[Streams]:
     """What each forward of a step is fed, in process `rank` of `size`; all have equally many.
 
-    Each loss of a step is the mean over its examples, the noisy one over those with masks.
+    Each loss of a step is the mean over its examples.
     """
-    num_with_masks = max(1, sum(example.has_masks for example in examples))
     streams = []
     for doc, example in enumerate(examples):
         layout = lay_out(example, recipe, doc)
-        layout.noisy_weight.div_(num_with_masks)
+        layout.noisy_weight.div_(len(examples))
         layout.clean_weight.div_(len(examples))
         streams.append(layout)
+    return fill_forwards(streams, recipe, rank, size)
+
+
+def fill_forwards(streams: list[Streams], recipe: Recipe, rank=0, size=1) -> list[Streams]:
+    """The forwards of process `rank`, in which the streams of a step stand side by side."""
     lengths = [len(each.tokens) for each in streams]
     if recipe.row_width is None:
-        plans = grouped(lengths, recipe.batch_tokens, size)
+        plans = own_rows(lengths, recipe.batch_tokens, size)
     else:
-        plans = packed(lengths, recipe.row_width, recipe.batch_tokens, size)
-    return [fill_rows(streams, rows, width, PADDING) for rows, width in plans[rank::size]]
+        plans = shared_rows(lengths, recipe.row_width, recipe.batch_tokens, size)
+    return [join(streams, rows, width) for rows, width in plans[rank::size]]
 
 
 # --------------------------------------------------------------------------------------------- loss
@@ -206,52 +215,22 @@ def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
     return model(inputs.tokens, inputs.pos, mask)
 
 
-@torch.no_grad()
-def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
-    """Hidden states (R, T, D) of the clean stream alone; 0 at masks, which are not computed.
-
-    For --hold's frozen model, which needs no masks: each example is a row of a causal forward.
-    """
-    is_clean = ~inputs.is_mask & (inputs.doc >= 0)
-    docs, row = inputs.doc[is_clean].unique(return_inverse=True)  # row: of each clean position
-    pos = inputs.pos[is_clean]
-    num_rows = max(1, len(docs))  # some process may have no example left
-    tokens = pos.new_zeros(num_rows, int(inputs.pos.max()) + 1)
-    tokens[row, pos] = inputs.tokens[is_clean]
-    all_pos = torch.arange(tokens.size(1), device=pos.device).expand_as(tokens)
-    hidden = model(tokens, all_pos, None)
-    result = hidden.new_zeros(*inputs.pos.shape, hidden.size(-1))
-    result[is_clean] = hidden[row, pos]
-    return result
-
-
-def losses(model: Qwen2, inputs: Streams, start: Qwen2 | None = None) -> tuple[Tensor, Tensor]:
-    """(noisy, clean): two weighted sums of cross-entropies, of which the paper's loss is the sum.
-
-    With `start`, clean (also in the log) is the divergence KL(start || model) of the clean stream's
-    predictions instead, per response token and over the whole vocabulary.
-    """
+def weighted_cross_entropy(model: Qwen2, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """The sum of weight (R, T) times cross-entropy; logits are made where the weight is not 0."""
 
     def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.logits(hidden), target, reduction="none")
 
-    def divergence(hidden: Tensor, start_hidden: Tensor) -> Tensor:
-        log_probs = model.logits(hidden).log_softmax(-1)
-        start_log_probs = start.logits(start_hidden).log_softmax(-1)
-        gaps = start_log_probs - log_probs
-        gaps = gaps.masked_fill(start_log_probs.isneginf(), 0)  # of `<|mask|>`: -inf in both
-        return (start_log_probs.exp() * gaps).sum(-1)
+    at = weight.nonzero(as_tuple=True)  # row and column of each position that counts
+    each = model.in_chunks(cross_entropy, hidden[at], target[at])
+    return (each * weight[at]).sum()
 
-    def weighted_sum(loss, reference: Tensor, weight: Tensor) -> Tensor:
-        at = weight.nonzero(as_tuple=True)  # row and column of each position that counts
-        return (model.in_chunks(loss, hidden[at], reference[at]) * weight[at]).sum()
 
+def losses(model: Qwen2, inputs: Streams) -> tuple[Tensor, Tensor]:
+    """(noisy, clean): what one forward adds to each loss of its step."""
     hidden = hidden_states(model, inputs)
-    noisy = weighted_sum(cross_entropy, inputs.target, inputs.noisy_weight)
-    if start is None:
-        clean = weighted_sum(cross_entropy, inputs.target, inputs.clean_weight)
-    else:
-        clean = weighted_sum(divergence, clean_states(start, inputs), inputs.clean_weight)
+    noisy = weighted_cross_entropy(model, hidden, inputs.target, inputs.noisy_weight)
+    clean = weighted_cross_entropy(model, hidden, inputs.target, inputs.clean_weight)
     return noisy, clean
 
 
@@ -261,7 +240,7 @@ def add_gradients(model: Qwen2, examples: list[Example], recipe: Recipe) -> Tens
     sums = torch.zeros(2, device=model.device)
     for inputs in forward_inputs(examples, recipe, rank, size):
         with processes.arithmetic_in(recipe.dtype, model.device):
-            noisy, clean = losses(model, inputs.to(model.device), recipe.start)
+            noisy, clean = losses(model, inputs.to(model.device))
         loss = noisy + recipe.ar_weight * clean
         (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
         sums += torch.stack([noisy, clean]).detach()
@@ -269,7 +248,7 @@ def add_gradients(model: Qwen2, examples: list[Example], recipe: Recipe) -> Tens
 
 
 @torch.no_grad()
-def look_ahead(model: Qwen2, examples: list[Example], recipe: Recipe) -> list[float]:
+def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[float]:
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
     The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
@@ -278,7 +257,7 @@ def look_ahead(model: Qwen2, examples: list[Example], recipe: Recipe) -> list[fl
     bins = (recipe.block or 0) + 2
     right = torch.zeros(bins).double()
     count = torch.zeros(bins).double()
-    for inputs in forward_inputs(examples, recipe):
+    for inputs in forwards:
         inputs = inputs.to(model.device)
         ahead = torch.where(inputs.is_mask, inputs.pos - inputs.prefix + 2, 1)
         at = (inputs.noisy_weight + inputs.clean_weight).nonzero(as_tuple=True)
@@ -288,7 +267,7 @@ def look_ahead(model: Qwen2, examples: list[Example], recipe: Recipe) -> list[fl
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
-    shares = (right / count)[count > 0]  # examples without masks predict 1 ahead only
+    shares = (right / count)[count > 0]  # nothing is 0 ahead; without masks nothing is 2 ahead
     return [round(share, 4) for share in shares.tolist()]
 
 
@@ -306,70 +285,59 @@ def learning_rate(peak: float, progress: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * after_warmup))
 
 
-def share_done(args: argparse.Namespace, step: int, data: Dataset) -> float:
-    """Fraction of the run that is done: of --steps if given, else of the rows of all epochs."""
-    if args.steps:
-        return step / args.steps
-    return min(1.0, data.consumed / (args.epochs * len(data.training)))
-
-
 def train(
     model: Qwen2,
-    chat: Chat,
     data: Dataset,
+    held_out: list[Streams],
     run: Run,
-    args: argparse.Namespace,
     recipe: Recipe,
     add_gradients=add_gradients,
 ) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run.
 
-    add_gradients: what a step learns; another one makes it another method.
+    held_out: forwards to measure `look_ahead` on. add_gradients: what a step learns; another one
+    makes it another method.
     """
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    with run:
-        step = run.start(model, optimizer, chat, data)
-        done = share_done(args, step, data)
-        while done < 1:
-            began = time.perf_counter()
-            before = done
-            examples = data.next_batch(args.batch)
-            step += 1
-            done = share_done(args, step, data)
-            # The rate at the middle of the step: neither the first nor the last step has rate 0.
-            rate = learning_rate(args.lr, (before + done) / 2)
-            sums = add_gradients(model, examples, recipe)
-            norm = processes.clip_gradients(model, CLIP)
-            if not math.isfinite(norm):
-                raise UserError(f"step {step}: the gradient's norm is {norm}; try a smaller --lr")
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad()
+    steps_done = run.resume(model, optimizer)
+    for step in range(steps_done + 1, recipe.steps + 1):
+        began = time.perf_counter()
+        examples = data.next_batch(recipe.batch)
+        sums = add_gradients(model, examples, recipe)
+        norm = processes.clip_gradients(model, CLIP)
+        if not math.isfinite(norm):
+            raise UserError(f"step {step}: the gradient's norm is {norm}; try a smaller --lr")
+        # The rate at the middle of the step: neither the first nor the last step has rate 0.
+        rate = learning_rate(recipe.lr, (step - 0.5) / recipe.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
 
-            noisy, clean = processes.total(sums).tolist()
-            num_tokens = sum(len(example.tokens) for example in examples)
-            record = {
-                "step": step,
-                "noisy": round(noisy, 5),  # 0 for --objective sft
-                "clean": round(clean, 5),
-                "lr": rate,
-                "grad_norm": round(norm, 4),
-                "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
-                "memory_gib": round(processes.peak_memory(model.device), 2),
-            }
-            is_due = done >= 1 or step % args.save_every == 0
-            if is_due and data.held_out:
-                record["look_ahead"] = look_ahead(model, data.held_out, recipe)
-            run.log(record, done)
+        noisy, clean = processes.total(sums).tolist()
+        num_tokens = sum(len(example.tokens) for example in examples)
+        record = {
+            "step": step,
+            "noisy": round(noisy, 5),  # 0 for --objective sft
+            "clean": round(clean, 5),
+            "lr": rate,
+            "grad_norm": round(norm, 4),
+            "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
+            "memory_gib": round(processes.peak_memory(model.device), 2),
+        }
+        is_last = step == recipe.steps
+        is_due = is_last or step % recipe.save_every == 0
+        if is_due and held_out:
+            record["look_ahead"] = look_ahead(model, held_out, recipe)
+        run.log(record)
 
-            stop = run.stop_requested()
-            if is_due or stop:
-                run.save(finished=done >= 1)
-            if stop and done < 1:
-                return stop
+        stop = run.stop_requested()
+        if is_due or stop:
+            run.save(model, optimizer)
+        if stop and not is_last:
+            return stop
     return 0
 
 
@@ -377,47 +345,32 @@ def train(
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        "Train a Qwen2.5 checkpoint to predict several tokens per forward (MARS).",
-        usage="%(prog)s --data FILE [option ...]",
+    parser = training_parser(
+        "Train a Qwen2.5 checkpoint to predict several tokens per forward (MARS)."
     )
     add = parser.add_argument
-    # fmt: off
-    add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
-    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "to start from; without weights: random ones")
-    add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
-    add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
-    add("--block", type=number(int, 1), default=4, help="B, masks in a block")
-    add("--blocks", choices=("grid", "every"), default="grid", help="one per B tokens, or at each")
-    clean = parser.add_mutually_exclusive_group().add_argument
-    clean("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
-    hold_help = "hold the clean stream to what --model predicts, with this weight"
-    clean("--hold", type=number(float, 0, 1e6), metavar="WEIGHT", help=hold_help)
-    add("--epochs", type=number(int, 1), default=5, help="passes over the data")
-    add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
-    add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
-    add("--batch-tokens", type=number(int, 1), default=4096, help="positions per forward")
-    add("--checkpoint-layers", action="store_true", help="less memory: activations computed twice")
-    add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")
-    add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
-    add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
-    add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, new weights")
-    # fmt: on
+    add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
     return parser
 
 
-def open_model(name: str, device: torch.device, seed: int) -> tuple[Qwen2, Chat]:
+def open_model(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, Chat]:
     """The model to train, in float32; with random weights if its directory has none."""
-    directory = locate(name)
+    directory = locate(args.model)
     if any(directory.glob("model*.safetensors*")):
-        model, chat = load(name, device)
-        return model.requires_grad_(), chat
-    model = initialize(read_config(directory, Config), seed)
-    chat = Chat(directory)
-    add_mask_token(model, chat)
-    processes.say(f"{name}: has no weights (model*.safetensors): training begins with random ones")
-    return model.to(device), chat
+        model, chat = load(args.model, device)
+        model.requires_grad_()
+    else:
+        model = initialize(read_config(directory, Config), args.seed)
+        chat = Chat(directory)
+        add_mask_token(model, chat)
+        model.to(device)
+        weights = "has no weights (model*.safetensors)"
+        processes.say(f"{args.model}: {weights}: training begins with random ones")
+    positions = model.config.max_position_embeddings
+    if args.max_length > positions:
+        raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
+    return model, chat
 
 
 def packed_width(model: Qwen2, longest: int) -> int | None:
@@ -427,45 +380,35 @@ def packed_width(model: Qwen2, longest: int) -> int | None:
     return round_up(3 * longest // 2, 32)  # room for the longest example and a short one
 
 
-def prepare(
-    args: argparse.Namespace, device: torch.device, dtype: torch.dtype
-) -> tuple[Qwen2, Chat, Dataset, Run, Recipe]:
-    """What `train` needs; nothing has been written when a UserError stops it."""
-    if args.objective == "sft" and args.hold is not None:
-        raise UserError("--hold: only for --objective mars; without masks nothing would be learnt")
-    rows = JsonlFile(args.data)  # first: a model may take long to download
-    run = Run(args.out, what_decides(args, rows), args.resume)
-    model, chat = open_model(args.model, device, args.seed)
-    config = model.config
-    positions = config.max_position_embeddings
-    if args.max_length > positions:
-        raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
-    ar_weight = args.ar_weight
-    start = None
-    if args.hold is not None:
-        ar_weight = args.hold
-        start, _ = load(args.model, device, dtype)
-    config.block = args.block if args.objective == "mars" else None  # is saved with the model
-    masks_per_token = 0
-    if config.block:
-        masks_per_token = config.block if args.blocks == "every" else 1
-    recipe = Recipe(
-        mask_id=config.mask_token_id,
-        block=config.block,
-        blocks=args.blocks,
+def make_recipe(
+    args: argparse.Namespace, model: Qwen2, data: Dataset, dtype: torch.dtype, ar_weight=1.0
+) -> Recipe:
+    """What the options ask for. A row that is skipped counts in --epochs like any other."""
+    steps = args.steps or math.ceil(args.epochs * len(data.training) / args.batch)
+    block = model.config.block
+    num_streams = 1 if block is None else 2
+    return Recipe(
+        mask_id=model.config.mask_token_id,
+        block=block,
         ar_weight=ar_weight,
-        start=start,
+        lr=args.lr,
+        batch=args.batch,
+        steps=steps,
+        save_every=args.save_every,
         batch_tokens=args.batch_tokens,
-        row_width=packed_width(model, (1 + masks_per_token) * args.max_length),
+        row_width=packed_width(model, num_streams * args.max_length),
         dtype=dtype,
     )
-    data = Dataset(rows, chat, config.eos_token_id, args.max_length, args.seed)
+
+
+def describe(args: argparse.Namespace, model: Qwen2, data: Dataset, recipe: Recipe) -> None:
+    """Say what is about to be trained, on what, and for how long."""
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    machine = f"{processes.rank_and_size()[1]} x {device}"
-    processes.say(f"{args.model}: {millions:.1f} M parameters on {machine}; {len(rows)} rows")
+    machine = f"{processes.rank_and_size()[1]} x {model.device}"
+    text = f"{args.model}: {millions:.1f} M parameters on {machine}"
+    processes.say(f"{text}; {len(data.rows)} rows, {recipe.steps} steps")
     if not data.held_out:
         processes.say("fewer than ten rows: none is held out to measure look-ahead on")
-    return model, chat, data, run, recipe
 
 
 def main(add_gradients=add_gradients) -> None:
@@ -474,13 +417,22 @@ def main(add_gradients=add_gradients) -> None:
     if dist.is_torchelastic_launched():
         device = processes.join(device)
     with processes.together():
-        model, chat, data, run, recipe = prepare(args, device, dtype)
+        rows = JsonlFile(args.data)  # first: a model may take long to download
+        settings = what_decides(args, rows)
+        found = find_progress(args.out, settings, args.resume)
+        model, chat = open_model(args, device)
+        model.config.block = args.block if args.objective == "mars" else None
+        data = Dataset(rows, chat, model.config.eos_token_id, args.max_length, args.seed)
+        recipe = make_recipe(args, model, data, dtype, args.ar_weight)
+        describe(args, model, data, recipe)
 
+    held_out = forward_inputs(data.held_out, recipe)
     if args.checkpoint_layers:
         processes.recompute_layers(model)
     if dist.is_initialized():
         processes.shard(model, dtype)
-    stop = train(model, chat, data, run, args, recipe, add_gradients)
+    with Run(args.out, settings, found, chat, data, recipe.steps) as run:
+        stop = train(model, data, held_out, run, recipe, add_gradients)
     processes.wait_for_all()
     if stop:
         sys.exit(128 + stop)

@@ -1,13 +1,21 @@
 """Train masks along a few directions that clean tokens hardly use: the model says what it said.
 
-    python -m apps.low_rank --model MODEL --data data.jsonl --hold 8 --out mars
+    python -m apps.low_rank --model MODEL --data data.jsonl --out mars
 
-The options, the loss and the loop are train.py's; docs/real-model.md makes data.jsonl. In train.py
-all weights learn, and they serve clean tokens, too: what masks learn changes what the model says.
-What is different here:
+docs/real-model.md makes data.jsonl, of the model's own answers. The blocks of masks and the loop
+are train.py's. There all weights learn, and they serve clean tokens, too: what masks learn changes
+what the model says. What is different here is what learns:
   * a matrix W becomes W + left @ right, and only `left` is trained. The K rows of `right` are
     directions of W's input: a change along these is felt by masks, and hardly by clean tokens;
-  * of the embedding only the row of `<|mask|>` is trained.
+  * of the embedding only the row of `<|mask|>` is trained;
+and the loss, noisy + WEIGHT * drift:
+  * noisy is the cross-entropy of the masks, as in train.py. But clean tokens learn nothing: so the
+    first token of a response, which no mask predicts, does not count;
+  * drift is the divergence KL(start || model) of the clean stream's predictions, per response token
+    and over the whole vocabulary. start is the model as it was. (The data's tokens instead would
+    teach the model to be surer of its own answers.) In the log it is called clean;
+  * a row with `"masks": false` has no masks. That is for answers that were drawn at a temperature:
+    they show what else the model might say, but masks should guess its likeliest answer.
 The model that is saved is an ordinary one. To find the directions takes 8 bytes per layer and
 squared intermediate_size, 5 GiB for a 0.5B.
 """
@@ -17,20 +25,116 @@ import sys
 if not __package__:  # as a file it does not find the modules beside apps/
     sys.exit("error: run it from the project's folder: python -m apps.low_rank")
 
+import functools
+from collections import Counter
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import train
-from model import Qwen2
+from model import Qwen2, load
 from plumbing import checkpoints, processes
-from plumbing.arguments import find_device, number
-from plumbing.data import Dataset
+from plumbing.arguments import Parser, find_device, number
+from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
+from plumbing.jsonl import JsonlFile
+from plumbing.runs import Run, find_progress, training_parser, what_decides
+from train import Recipe, Streams, fill_forwards, hidden_states, weighted_cross_entropy
 
 PENALTY = 10  # how much more a clean token's change counts than a mask's
 NUM_MEASURED = 60  # examples from which the directions are found
+
+# --------------------------------------------------------------------------------------- the loss
+
+
+def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
+    """One example's streams. Its weights are those of two means: over its masks, over its targets.
+
+    An example without masks is its clean stream.
+    """
+    if not example.has_masks:
+        return train.lay_out(example, replace(recipe, block=None), doc)
+    streams = train.lay_out(example, recipe, doc)
+    num_masks = streams.is_mask.sum().clamp(min=1)  # 0 if there is only one target
+    return streams._replace(noisy_weight=streams.is_mask / num_masks)
+
+
+def forward_inputs(examples: list[Example], recipe: Recipe) -> list[Streams]:
+    """What each forward of a step is fed. The noisy loss is a mean over the examples with masks."""
+    num_with_masks = max(1, sum(example.has_masks for example in examples))
+    streams = []
+    for doc, example in enumerate(examples):
+        layout = lay_out(example, recipe, doc)
+        layout.noisy_weight.div_(num_with_masks)
+        layout.clean_weight.div_(len(examples))
+        streams.append(layout)
+    return fill_forwards(streams, recipe)
+
+
+def is_clean(inputs: Streams) -> Tensor:
+    """Which positions (R, T) are clean tokens: neither masks nor padding."""
+    return ~inputs.is_mask & (inputs.doc >= 0)
+
+
+@torch.no_grad()
+def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
+    """Hidden states (R, T, D) of the clean stream alone; 0 at masks, which are not computed.
+
+    The frozen model needs no masks: each example is a row of a causal forward.
+    """
+    at = is_clean(inputs)
+    docs, row = inputs.doc[at].unique(return_inverse=True)  # row: of each clean position
+    pos = inputs.pos[at]
+    tokens = pos.new_zeros(len(docs), int(pos.max()) + 1)
+    tokens[row, pos] = inputs.tokens[at]
+    all_pos = torch.arange(tokens.size(1), device=pos.device).expand_as(tokens)
+    hidden = model(tokens, all_pos, None)
+    result = hidden.new_zeros(*inputs.pos.shape, hidden.size(-1))
+    result[at] = hidden[row, pos]
+    return result
+
+
+def weighted_divergence(model: Qwen2, hidden: Tensor, start: Qwen2, inputs: Streams) -> Tensor:
+    """The sum of weight times KL(start || model) over the clean stream."""
+
+    def divergence(hidden: Tensor, start_hidden: Tensor) -> Tensor:
+        log_probs = model.logits(hidden).log_softmax(-1)
+        start_log_probs = start.logits(start_hidden).log_softmax(-1)
+        gaps = start_log_probs - log_probs
+        gaps = gaps.masked_fill(start_log_probs.isneginf(), 0)  # of `<|mask|>`: -inf in both
+        return (start_log_probs.exp() * gaps).sum(-1)
+
+    at = inputs.clean_weight.nonzero(as_tuple=True)
+    start_hidden = clean_states(start, inputs)
+    each = model.in_chunks(divergence, hidden[at], start_hidden[at])
+    return (each * inputs.clean_weight[at]).sum()
+
+
+def losses(model: Qwen2, start: Qwen2, inputs: Streams) -> tuple[Tensor, Tensor]:
+    """(noisy, drift): what one forward adds to each loss of its step."""
+    hidden = hidden_states(model, inputs)
+    noisy = weighted_cross_entropy(model, hidden, inputs.target, inputs.noisy_weight)
+    drift = weighted_divergence(model, hidden, start, inputs)
+    return noisy, drift
+
+
+def add_gradients(
+    model: Qwen2, examples: list[Example], recipe: Recipe, start: Qwen2, weight: float
+) -> Tensor:
+    """Add the gradients of a step's loss; its two parts (noisy, drift): (2,)."""
+    sums = torch.zeros(2, device=model.device)
+    for inputs in forward_inputs(examples, recipe):
+        with processes.arithmetic_in(recipe.dtype, model.device):
+            noisy, drift = losses(model, start, inputs.to(model.device))
+        (noisy + weight * drift).backward()
+        sums += torch.stack([noisy, drift]).detach()
+    return sums
+
+
+# ----------------------------------------------------------------------------------- what learns
 
 
 def matrices(model: Qwen2) -> list[tuple[str, nn.Linear]]:
@@ -75,9 +179,7 @@ def merged(model: Qwen2) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def second_moments(
-    model: Qwen2, forwards: list[train.Streams], of_masks: bool
-) -> dict[str, Tensor]:
+def second_moments(model: Qwen2, forwards: list[Streams], of_masks: bool) -> dict[str, Tensor]:
     """The mean of x xᵀ (m, m) of each matrix's input x, over all masks or over all clean tokens."""
     sums = {}
     hooks = []
@@ -93,10 +195,9 @@ def second_moments(
         hooks.append(linear.register_forward_pre_hook(add))
     for inputs in forwards:
         inputs = inputs.to(model.device)
-        is_clean = ~inputs.is_mask & (inputs.doc >= 0)
-        picked = inputs.is_mask if of_masks else is_clean  # (R, T)
+        picked = inputs.is_mask if of_masks else is_clean(inputs)  # (R, T)
         count += int(picked.sum())
-        train.hidden_states(model, inputs)
+        hidden_states(model, inputs)
     for hook in hooks:
         hook.remove()
     return {name: total.div_(count) for name, total in sums.items()}
@@ -121,11 +222,10 @@ def free_directions(clean: Tensor, masks: Tensor, rank: int) -> Tensor:
     return torch.linalg.solve_triangular(root.T, vectors, upper=True).T
 
 
-def find_directions(model: Qwen2, data: Dataset, recipe: train.Recipe) -> None:
+def find_directions(model: Qwen2, data: Dataset, recipe: Recipe) -> None:
     """Fill each matrix's `right`, from the first examples of the data."""
-    examples = [data.example(index) for index in data.training[:NUM_MEASURED]]
-    data.skipped.clear()  # they come again
-    forwards = train.forward_inputs([example for example in examples if example], recipe)
+    examples = list(data.examples(data.training[:NUM_MEASURED], Counter()))
+    forwards = forward_inputs(examples, recipe)
     if not any(inputs.is_mask.any() for inputs in forwards):
         raise UserError(f"{data.rows.path}: no masks in {NUM_MEASURED} examples (too short?)")
     processes.say("looking for directions: on a CPU this takes many minutes for a 0.5B")
@@ -136,27 +236,47 @@ def find_directions(model: Qwen2, data: Dataset, recipe: train.Recipe) -> None:
         linear.right.copy_(free_directions(clean[name], masks[name], len(linear.right)))
 
 
-def main() -> None:
-    parser = train.make_parser()
-    parser.description = "Train a checkpoint's masks along directions that clean tokens hardly use."
-    parser.add_argument("--rank", type=number(int, 1), default=85, help="K, directions per matrix")
+# ------------------------------------------------------------------------------------ command line
+
+
+def make_parser() -> Parser:
+    parser = training_parser(
+        "Train a checkpoint's masks along directions that clean tokens hardly use."
+    )
+    add = parser.add_argument
+    hold_help = "weight of the clean stream's divergence from --model"
+    add("--hold", type=number(float, 0, 1e6), default=8.0, metavar="WEIGHT", help=hold_help)
+    add("--rank", type=number(int, 1), default=85, help="K, directions per matrix")
     parser.set_defaults(lr=3e-4)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     if dist.is_torchelastic_launched():
         raise UserError("torchrun is for train.py; this runs in one process")
-    if args.objective == "sft":
-        raise UserError("--objective sft: only masks are trained here; use train.py")
     device, dtype = find_device(args.device, args.dtype)
-    model, chat, data, run, recipe = train.prepare(args, device, dtype)
+    rows = JsonlFile(args.data)  # first: a model may take long to download
+    settings = what_decides(args, rows)
+    found = find_progress(args.out, settings, args.resume)
+    model, chat = train.open_model(args, device)
+    start, _ = load(args.model, device, dtype)  # stays as it is
+    model.config.block = args.block
+    data = Dataset(rows, chat, model.config.eos_token_id, args.max_length, args.seed)
+    recipe = train.make_recipe(args, model, data, dtype)
+    train.describe(args, model, data, recipe)
+
     model.to(dtype)  # only what learns needs float32
     restrict(model, args.rank)
-    if not run.found:  # else its checkpoint has them
+    if not found:  # else its checkpoint has the directions
         torch.manual_seed(args.seed)  # of svd_lowrank
         find_directions(model, data, recipe)
     if args.checkpoint_layers:
         processes.recompute_layers(model)
-    run.whole_weights = merged
-    stop = train.train(model, chat, data, run, args, recipe)
+    held_out = forward_inputs(data.held_out, recipe)
+    gradients = functools.partial(add_gradients, start=start, weight=args.hold)
+    with Run(args.out, settings, found, chat, data, recipe.steps, merged) as run:
+        stop = train.train(model, data, held_out, run, recipe, gradients)
     if stop:
         sys.exit(128 + stop)
 

@@ -177,7 +177,7 @@ def first_masks(model: Qwen2, examples: list[Example]) -> tuple[int, int, int]:
 
     Sure: with a probability of SURE or more. Wrong: sure of another token than the response's.
     """
-    one_mask = Recipe(model.config.mask_token_id, block=1, blocks="every")
+    one_mask = Recipe(model.config.mask_token_id, block=1)
     num_masks = num_sure = num_wrong = 0
     for example in examples:
         for inputs in forward_inputs([example], one_mask):

@@ -1,8 +1,10 @@
 """Training data: rows of a JSONL file to examples, and an endless shuffled stream of steps."""
 
+import functools
 import random
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .chat import Chat
@@ -16,7 +18,7 @@ NUM_HELD_OUT = 64  # rows to evaluate on; at most a tenth of the file
 class Example:
     tokens: list[int]  # prompt, response and, unless it was cut, the end-of-turn token
     prompt_length: int
-    has_masks: bool = True  # False: it has the clean stream only
+    has_masks: bool = True  # False: apps.low_rank trains its clean stream only
 
     @property
     def response(self) -> list[int]:
@@ -32,8 +34,8 @@ def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) 
     """A row as an example: the last assistant turn is the response, all before it the prompt.
 
     A row has `messages`, or a `prompt` (or `question`) and a `response`. The `finish_reason`
-    "length" says that the response was cut and does not end its turn; `"masks": false`, that it is
-    not the likeliest (drawn at a temperature, say): its clean stream is trained, not its masks.
+    "length" says that the response was cut and does not end its turn. `"masks": false` says to
+    apps.low_rank that the response is not the likeliest (drawn at a temperature, say).
 
     ends: all tokens at which a decoder would stop. The first ends the response. UserError says why
     a row cannot be trained on.
@@ -86,6 +88,7 @@ def conversation(row: dict) -> list[dict]:
     return messages
 
 
+@functools.lru_cache(maxsize=1)  # `next_batch` asks for the same order row by row
 def shuffled(count: int, *key: object) -> array:
     """The numbers below count in an order that is a function of the key."""
     order = array("Q", range(count))
@@ -93,55 +96,51 @@ def shuffled(count: int, *key: object) -> array:
     return order
 
 
-@dataclass
+def reasons(skipped: Counter) -> str:
+    """How many rows were skipped, and why; empty if none was."""
+    return ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
+
+
 class Dataset:
     """Examples of a JSONL file: a held-out slice, and an endless shuffled stream of the others.
 
     The order is a function of (seed, epoch): there is no random state to save.
     """
 
-    rows: JsonlFile
-    chat: Chat
-    ends: tuple[int, ...]  # see `make_example`
-    max_length: int
-    seed: int
-    consumed: int = 0  # rows of all epochs, including the skipped ones
-
-    def __post_init__(self):
-        order = shuffled(len(self.rows), self.seed)
-        num_held_out = min(NUM_HELD_OUT, len(self.rows) // 10)
+    def __init__(
+        self, rows: JsonlFile, chat: Chat, ends: tuple[int, ...], max_length: int, seed: int
+    ):
+        """chat, ends, max_length: see `make_example`."""
+        self.rows = rows
+        self.chat = chat
+        self.ends = ends
+        self.max_length = max_length
+        self.seed = seed
+        self.consumed = 0  # rows of all epochs, including the skipped ones
+        self.skipped: Counter[str] = Counter()  # why, and how many rows, each counted once
+        order = shuffled(len(rows), seed)
+        num_held_out = min(NUM_HELD_OUT, len(rows) // 10)
         self.training = order[num_held_out:]
-        self.epoch = -1
-        self.skipped: Counter[str] = Counter()
-        if not any(self.example(index) for index in self.training):
-            raise UserError(f"{self.rows.path}: no usable row: {self.reasons()}")
-        self.skipped.clear()  # those rows were only tried
-        held_out = [self.example(index) for index in order[:num_held_out]]
-        self.held_out = [example for example in held_out if example]
+        self.held_out = list(self.examples(order[:num_held_out], self.skipped))
+        unusable = Counter()
+        if not any(self.examples(self.training, unusable)):
+            raise UserError(f"{rows.path}: no usable row: {reasons(unusable)}")
 
-    def example(self, index: int) -> Example | None:
-        """A row's example, or None; the first epoch counts why a row is unusable."""
-        try:
-            return make_example(self.rows[index], self.chat, self.ends, self.max_length)
-        except UserError as reason:
-            if self.epoch <= 0:
-                self.skipped[str(reason)] += 1
-            return None
+    def examples(self, indices: Iterable[int], skipped: Counter) -> Iterator[Example]:
+        """The examples of these rows; `skipped` counts why the others have none."""
+        for index in indices:
+            try:
+                yield make_example(self.rows[index], self.chat, self.ends, self.max_length)
+            except UserError as reason:
+                skipped[str(reason)] += 1
 
     def next_batch(self, size: int) -> list[Example]:
         """The next examples of the stream, which begins anew, in another order, in each epoch."""
-        examples = []
-        while len(examples) < size:
+        batch = []
+        while len(batch) < size:
             epoch, at = divmod(self.consumed, len(self.training))
-            if epoch != self.epoch:
-                self.order = shuffled(len(self.training), self.seed, epoch)
-                self.epoch = epoch
-            example = self.example(self.training[self.order[at]])
+            order = shuffled(len(self.training), self.seed, epoch)
+            skipped = self.skipped if epoch == 0 else Counter()
+            batch += self.examples([self.training[order[at]]], skipped)
             self.consumed += 1
-            if example:
-                examples.append(example)
-        return examples
-
-    def reasons(self) -> str:
-        """How many rows were skipped, and why; empty if none was."""
-        return ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
+        return batch

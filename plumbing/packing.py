@@ -1,7 +1,5 @@
 """Pack sequences of unequal length into few rectangular forwards."""
 
-from typing import NamedTuple
-
 
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least n."""
@@ -12,8 +10,8 @@ def round_up(n: int, multiple: int) -> int:
 Layout = tuple[list[list[int]], int]
 
 
-def packed(lengths: list[int], width: int, positions: int, num_processes: int) -> list[Layout]:
-    """Several sequences share a row of `width`; every forward has `positions` or one row.
+def shared_rows(lengths: list[int], width: int, positions: int, num_processes: int) -> list[Layout]:
+    """Several sequences share a row of `width`; a forward has at most `positions`, or one row.
 
     All forwards have the same shape, and their number is a multiple of num_processes.
     """
@@ -39,7 +37,7 @@ def pack(lengths: list[int], width: int) -> list[list[int]]:
     return rows
 
 
-def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Layout]:
+def own_rows(lengths: list[int], positions: int, num_processes: int) -> list[Layout]:
     """One sequence per row, next to others of similar length; at most `positions`, or one row.
 
     Widths are multiples of 32, so that there are few shapes. No row is much shorter than the
@@ -64,24 +62,3 @@ def grouped(lengths: list[int], positions: int, num_processes: int) -> list[Layo
 
 def longest_first(lengths: list[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: -lengths[i])
-
-
-def fill_rows(
-    sequences: list[NamedTuple], rows: list[list[int]], width: int, padding: dict[str, int]
-) -> NamedTuple:
-    """Join the sequences of each row and pad it to `width`: every field becomes (rows, width).
-
-    A sequence is a NamedTuple of tensors (T,). padding: the values of the fields that are not
-    padded with 0.
-    """
-    fields = {}
-    for name, tensor in sequences[0]._asdict().items():
-        filled = tensor.new_full((len(rows), width), padding.get(name, 0))
-        for row, indices in enumerate(rows):
-            end = 0
-            for i in indices:
-                begin = end
-                end += len(sequences[i][0])
-                filled[row, begin:end] = getattr(sequences[i], name)
-        fields[name] = filled
-    return type(sequences[0])(**fields)

@@ -107,9 +107,9 @@ def total(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def largest(number: int, device: torch.device) -> int:
+def largest(number: int) -> int:
     """The largest of all processes' numbers."""
-    tensor = torch.tensor(number, device=device)
+    tensor = torch.tensor(number)  # on the CPU: gloo is there with GPUs, too
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return int(tensor)

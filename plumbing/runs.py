@@ -1,15 +1,21 @@
-"""The directory of a training run: what may be written there, its log and bar, and how it stops."""
+"""A training run apart from its steps: the options, the directory, log and bar, how it stops."""
 
 import argparse
 import json
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TextIO
 
+import torch
+from torch import nn
 from tqdm import tqdm
 
+from .arguments import Parser, number
+from .chat import Chat
 from .checkpoints import Checkpoints, remove_leftovers, whole_weights
 from .config import config_json
+from .data import Dataset, reasons
 from .errors import UserError, failure_as
 from .files import atomic_write, has_model, save
 from .jsonl import JsonlFile
@@ -18,6 +24,31 @@ from .signals import StopSignal
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
+
+
+def training_parser(description: str) -> Parser:
+    """The options of every way to train."""
+    parser = Parser(description, usage="%(prog)s --data FILE [option ...]")
+    add = parser.add_argument
+    # fmt: off
+    add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
+    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "to start from; without weights: random ones")
+    add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    add("--block", type=number(int, 1), default=4, help="B, masks in a block")
+    add("--epochs", type=number(int, 1), default=5, help="passes over the data")
+    add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
+    add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
+    add("--batch-tokens", type=number(int, 1), default=4096, help="positions per forward")
+    add("--checkpoint-layers", action="store_true", help="less memory: activations computed twice")
+    add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")
+    add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
+    add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
+    add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, new weights")
+    # fmt: on
+    return parser
+
+
 # Options that a resumed run may change: they say where and how, not what is computed.
 MAY_CHANGE = {"data", "out", "resume", "save_every", "device", "dtype"}
 MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
@@ -32,106 +63,121 @@ def what_decides(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
     return facts
 
 
-class Run:
-    """OUT: the exported model, log.jsonl and checkpoints/.
+def find_progress(out: Path, settings: dict[str, str], resume: bool) -> dict | None:
+    """Progress of the checkpoint to resume from; UserError if the run may not write to `out`.
 
-    Life cycle: create it (conflicts are refused before anything is written), enter it, `start`,
-    then `log` every step and `save` now and then.
+    settings: of `what_decides`; a resumed run must have the same.
+    """
+    found = Checkpoints(out / "checkpoints").newest()
+    if found and resume:
+        for name, value in settings.items():
+            before = found["settings"].get(name)
+            if value != before:
+                raise UserError(
+                    f"{name} {value}: the run in {out} has {before}, and keeps it; "
+                    f"to train on from its model, give --model {out} and another --out"
+                )
+    elif found and not found["finished"]:
+        what = "has an unfinished run; --resume it, delete it or choose another --out"
+        raise UserError(f"--out {out}: {what}")
+    elif found or has_model(out):
+        raise UserError(f"--out {out}: has a model; delete it or choose another --out")
+    elif resume:
+        say(f"{out}: no checkpoint to resume from; starting from the beginning")
+    return found
+
+
+class Run:
+    """OUT: the model for its users, log.jsonl and checkpoints/; and the bar, and signals.
+
+    Life cycle: `find_progress`, before the model is loaded; `with Run(...) as run`; `resume`; then
+    `log` every step and `save` now and then.
     """
 
-    def __init__(self, out: Path, settings: dict[str, str], resume: bool):
-        """settings: of `what_decides`; a resumed run must have the same."""
+    def __init__(
+        self,
+        out: Path,
+        settings: dict[str, str],
+        found: dict | None,
+        chat: Chat,
+        data: Dataset,
+        num_steps: int,
+        whole_weights=whole_weights,
+    ):
+        """found: of `find_progress`. whole_weights: the state_dict of the model for its users.
+
+        Opens log and progress bar, removes what a kill left, and catches signals.
+        """
         self.out = out
         self.settings = settings
-        self.checkpoints = Checkpoints(out / "checkpoints")
-        self.whole_weights = whole_weights  # of the model for its users; may be replaced
-        self.step = self.saved_step = 0
-        self.data = None
-        self.found = self.checkpoints.newest()  # progress to resume from
-        if self.found and resume:
-            self.step = self.saved_step = self.found["step"]
-            for name, value in settings.items():
-                before = self.found["run"].get(name)
-                if value != before:
-                    raise UserError(
-                        f"{name} {value}: the run in {out} has {before}, and keeps it; "
-                        f"to train on from its model, give --model {out} and another --out"
-                    )
-        elif self.found and not self.found["finished"]:
-            what = "has an unfinished run; --resume it, delete it or choose another --out"
-            raise UserError(f"--out {out}: {what}")
-        elif self.found or has_model(out):
-            raise UserError(f"--out {out}: has a model; delete it or choose another --out")
-        elif resume:
-            say(f"{out}: no checkpoint to resume from; starting from the beginning")
-
-    def __enter__(self) -> "Run":
-        """Open log and progress bar, remove what a kill left, and catch signals."""
-        with together(), failure_as(f"--out {self.out}: cannot be written to"):
-            if leads():
-                self.out.mkdir(parents=True, exist_ok=True)
-                remove_leftovers(self.out)
-                self.open_log()
-        self.bar = tqdm(total=100, bar_format=BAR, disable=None if leads() else True)
-        self.last_line = time.monotonic()
-        self.stop_signal = StopSignal()
-        return self
-
-    def open_log(self) -> None:
-        """Open log.jsonl, without the steps that no checkpoint holds: they are logged again."""
-        log = self.out / "log.jsonl"
-        log.touch()
-        lines = log.read_text().splitlines(keepends=True)[: self.step]  # one for each step
-        atomic_write(log, lambda file: file.write_text("".join(lines)))
-        self.log_file = open(log, "a")
-
-    def start(self, model, optimizer, chat, data) -> int:
-        """The number of the step to go on from; its checkpoint is loaded into what is given."""
-        self.model = model
-        self.optimizer = optimizer
+        self.found = found
         self.chat = chat
         self.data = data
+        self.num_steps = num_steps
+        self.whole_weights = whole_weights
+        self.checkpoints = Checkpoints(out / "checkpoints")
+        self.step = self.saved_step = found["step"] if found else 0
+        with together(), failure_as(f"--out {out}: cannot be written to"):
+            if leads():
+                out.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(out)
+                self.log_file = open_log(out / "log.jsonl", self.step)
+        silent = None if leads() else True
+        self.bar = tqdm(total=num_steps, initial=self.step, bar_format=BAR, disable=silent)
+        self.last_line = time.monotonic()
+        self.stop_signal = StopSignal()
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the checkpoint that was found, if any; the number of steps that are done."""
         if self.found:
             self.checkpoints.load(model, optimizer)
-            data.consumed = self.found["consumed"]
-            data.skipped = Counter(self.found["skipped"])
+            self.data.consumed = self.found["consumed"]
+            self.data.skipped = Counter(self.found["skipped"])
             say(f"resumed at step {self.step}")
-            self.export()  # in case the run was killed before it
+            self.export(model)  # in case the run was killed before it
         return self.step
 
-    def log(self, record: dict, share_done: float) -> None:
+    def log(self, record: dict) -> None:
         """Add a line to log.jsonl and move the bar; without a terminal, print a line a minute."""
         self.step = record["step"]
         if leads():
             self.log_file.write(json.dumps(record) + "\n")
             self.log_file.flush()
-        self.bar.set_postfix({name: record[name] for name in SHOWN if name in record})
-        self.bar.update(100 * share_done - self.bar.n)
+        self.bar.set_postfix({name: record[name] for name in SHOWN})
+        self.bar.update()
         if self.bar.disable and time.monotonic() > self.last_line + 60:
             self.last_line = time.monotonic()
-            say(f"{share_done:4.0%}: {self.bar.postfix}")
+            say(f"{self.step / self.num_steps:4.0%}: {self.bar.postfix}")
         if "look_ahead" in record:
             shares = "  ".join(f"{share:.3f}" for share in record["look_ahead"])
             say(f"step {self.step}: right 1, 2, ... tokens ahead: {shares}")
 
-    def save(self, finished: bool) -> None:
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write a checkpoint of the step that was logged last, and the model for its users."""
-        progress = {"step": self.step, "consumed": self.data.consumed, "skipped": self.data.skipped}
-        progress |= {"finished": finished, "run": self.settings}
-        self.checkpoints.save(self.model, self.optimizer, progress)
-        self.export()
+        progress = {
+            "step": self.step,
+            "finished": self.step == self.num_steps,
+            "consumed": self.data.consumed,
+            "skipped": self.data.skipped,
+            "settings": self.settings,
+        }
+        self.checkpoints.save(model, optimizer, progress)
+        self.export(model)
 
-    def export(self) -> None:
+    def export(self, model: nn.Module) -> None:
         """Write the whole model for its users: see `files.save`."""
-        weights = self.whole_weights(self.model)
+        weights = self.whole_weights(model)
         with together():
             if leads():
-                save(self.out, config_json(self.model.config), self.chat, weights)
+                save(self.out, config_json(model.config), self.chat, weights)
         self.saved_step = self.step
 
     def stop_requested(self) -> int:
         """The number of the signal that came to any of the processes, or 0."""
-        return largest(self.stop_signal.number, self.model.device)
+        return largest(self.stop_signal.number)
+
+    def __enter__(self) -> "Run":
+        return self
 
     def __exit__(self, *exception: object) -> None:
         """Whatever ended the run, say what was saved."""
@@ -139,7 +185,15 @@ class Run:
         self.bar.close()
         if leads():
             self.log_file.close()
-        if self.data and self.data.skipped:
-            say(f"skipped rows: {self.data.reasons()}")
+        if self.data.skipped:
+            say(f"skipped rows: {reasons(self.data.skipped)}")
         what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"
         say(f"{self.step} steps; {self.out} holds {what}")
+
+
+def open_log(path: Path, num_steps: int) -> TextIO:
+    """Open log.jsonl, without the steps that no checkpoint holds: they are logged again."""
+    path.touch()
+    lines = path.read_text().splitlines(keepends=True)[:num_steps]  # one for each step
+    atomic_write(path, lambda file: file.write_text("".join(lines)))
+    return open(path, "a")

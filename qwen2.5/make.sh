@@ -46,7 +46,7 @@ data() {
     sed 's/^{/{"masks": false, /' "$WORK"/drawn-*.jsonl
 }
 once data.jsonl data
-python -m apps.low_rank --model "$START" --data "$WORK/data.jsonl" --out "$WORK/mars" --resume --hold 8 \
+python -m apps.low_rank --model "$START" --data "$WORK/data.jsonl" --out "$WORK/mars" --resume \
     --epochs "$EPOCHS" --batch "$BATCH" --lr "$LR" --max-length 384 --save-every 50 --dtype bfloat16
 [ -e "$WORK/patch.gz" ] || python -m apps.patch make "$ORIGINAL" "$WORK/mars" "$WORK/patch.gz" --rank "$RANK"
 [ -e "$WORK/model/config.json" ] || python -m apps.patch apply "$ORIGINAL" "$WORK/patch.gz" "$WORK/model"

@@ -11,8 +11,7 @@ from model import Config, Qwen2, initialize
 from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.files import save
-from plumbing.packing import fill_rows
-from train import PADDING, Streams
+from train import Streams, join
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "toy/base"  # a config and a tokenizer without weights
@@ -99,4 +98,4 @@ def save_model(model: Qwen2, chat: Chat, directory: Path, dtype=torch.bfloat16) 
 def unpacked(examples: list[Streams]) -> Streams:
     """A row for each example."""
     width = max(len(streams.tokens) for streams in examples)
-    return fill_rows(examples, [[i] for i in range(len(examples))], width, PADDING)
+    return join(examples, [[i] for i in range(len(examples))], width)

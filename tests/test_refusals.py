@@ -55,8 +55,6 @@ BAD_OPTIONS = [
     ("decode --device cuda:99", "--device cuda:99: this machine has "),
     ("train --batch 0", "--batch: must be at least 1, not 0"),
     ("train --lr nan", "--lr: must be a number, not nan"),
-    ("train --objective sft --hold 8", "--hold: only for --objective mars"),
-    ("train --hold 8 --ar-weight 2", "--ar-weight: not allowed with argument --hold"),
     ("train --max-length 4096", "--max-length 4096: the model has 2048 positions"),
     (f"train --model {ROOT / 'toy'}", "config.json: cannot be read; is "),
     ("train --data /", "/: Is a directory"),

@@ -1,7 +1,5 @@
 """What the tests of training share: examples, the paper's loss, and ways to call train.py."""
 
-import argparse
-import contextlib
 import json
 import os
 import random
@@ -14,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from commands import Done, command
-from common import ROOT, random_prompt, rows_of, tiny_model
+from common import ROOT, random_prompt, rows_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import train
 from model import Qwen2
 from plumbing.data import Example
 from plumbing.jsonl import JsonlFile
@@ -36,50 +33,10 @@ def random_example(rng: random.Random, block: int) -> Example:
     return Example(random_prompt(rng, prompt + response), prompt)
 
 
-def start_of(seed: int) -> Qwen2:
-    """A frozen model that tiny_model(random.Random(seed)) might have been trained from."""
-    model = tiny_model(random.Random(seed)).requires_grad_(False)
-    for weight in model.parameters():
-        weight += 0.1 * torch.randn_like(weight)
-    return model
-
-
 def write(path: Path, rows: list[dict]) -> JsonlFile:
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), "utf-8")
     return JsonlFile(path)
-
-
-class FixedData:
-    """A Dataset of examples that are all in every step."""
-
-    def __init__(self, examples: list[Example]):
-        self.training = examples
-        self.held_out: list[Example] = []
-        self.consumed = 0
-
-    def next_batch(self, size: int) -> list[Example]:
-        self.consumed += len(self.training)
-        return self.training
-
-
-class NoRun(contextlib.nullcontext):
-    """A Run that writes nothing and keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.records: list[dict] = []
-
-    def start(self, *_: object) -> int:
-        return 0
-
-    def log(self, record: dict, share_done: float) -> None:
-        self.records.append(record)
-
-    def stop_requested(self) -> int:
-        return 0
-
-    def save(self, finished: bool) -> None: ...
 
 
 # ---------------------------------------------------------------------------- the paper's loss
@@ -109,8 +66,14 @@ def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Te
     return [F.cross_entropy(logits, targets) for logits in both]
 
 
+def mean_two_stream_loss(model: Qwen2, examples: list[Example], block: int) -> torch.Tensor:
+    """The mean over the examples of both losses: (2,)."""
+    pairs = [torch.stack(two_stream_loss(model, example, block)) for example in examples]
+    return torch.stack(pairs).mean(0)
+
+
 def mask_predictions(
-    model: Qwen2, example: Example, block: int, blocks: str
+    model: Qwen2, example: Example, block: int
 ) -> list[tuple[int, torch.Tensor, int]]:
     """Of each mask: how many tokens ahead it predicts, its logits (V,), its target.
 
@@ -118,19 +81,23 @@ def mask_predictions(
     """
     x = example.tokens
     last = len(x) - 1
-    starts = list(range(example.prompt_length, last))
-    if blocks == "grid":
-        starts = [p for p in starts if p == example.prompt_length or p % block == 0]
     found = []
-    for start in starts:
-        end = min(start + block, last)
-        if blocks == "grid":
-            end = min(start - start % block + block, last)
+    for start in range(example.prompt_length, last):
+        if start > example.prompt_length and start % block > 0:
+            continue  # no block begins there
+        end = min(start - start % block + block, last)
         feed = x[:start] + [model.config.mask_token_id] * (end - start)
         hidden = model(torch.tensor([feed]), torch.arange(end)[None], None)[0, start:]
         for offset, logits in enumerate(model.logits(hidden)):
             found.append((2 + offset, logits, x[start + offset + 1]))
     return found
+
+
+def clean_logits(model: Qwen2, example: Example) -> torch.Tensor:
+    """Logits of each response token, in a plain causal forward."""
+    text = torch.tensor([example.tokens[:-1]])
+    hidden = model(text, torch.arange(text.size(1))[None], None)[0]
+    return model.logits(hidden[example.prompt_length - 1 :])
 
 
 def gradient(loss: torch.Tensor, model: Qwen2) -> torch.Tensor:
@@ -145,7 +112,7 @@ def whole_step(model: Qwen2, examples: list[Example], recipe: Recipe, worlds=1) 
     sums = torch.zeros(2).double()
     for rank in range(worlds):
         for inputs in forward_inputs(examples, recipe, rank, worlds):
-            noisy, clean = losses(model, inputs.to(model.device), recipe.start)
+            noisy, clean = losses(model, inputs.to(model.device))
             (noisy + recipe.ar_weight * clean).backward()
             sums += torch.stack([noisy, clean]).detach().cpu()
     return torch.cat([sums, *(weight.grad.flatten().cpu() for weight in model.parameters())])
@@ -154,11 +121,6 @@ def whole_step(model: Qwen2, examples: list[Example], recipe: Recipe, worlds=1) 
 # ------------------------------------------------------------------------------------ the command
 
 DRAFT = ("--model", ROOT / "toy/draft", "--max-length", 64, "--batch", 2)
-
-
-def arguments(*words: object) -> argparse.Namespace:
-    """What train.py makes of these options; --data is only named."""
-    return train.make_parser().parse_args(["--data", "x", *map(str, words)])
 
 
 def run_train(*words: object) -> Done:

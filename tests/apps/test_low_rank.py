@@ -1,30 +1,72 @@
 """Training at low rank: free directions, the merged model, what a run changes, and --resume."""
 
-import json
 import random
 
 import pytest
 import torch
 from commands import command, is_refused
 from common import MASK, ROOT, cases, rows_of, tiny_model, unpacked
-from training import contents, random_example
+from training import clean_logits, contents, gradient, log, mask_predictions, random_example, write
 
 from apps import low_rank
-from apps.low_rank import (
-    PENALTY,
-    free_directions,
-    matrices,
-    merged,
-    restrict,
-    second_moments,
-)
 from bench import common
 from decode import generate
 from model import Qwen2, load
 from plumbing.data import make_example
-from train import Recipe, forward_inputs, hidden_states, lay_out, losses
+from train import Recipe, hidden_states, lay_out, look_ahead
 
 GRID = Recipe(MASK)
+
+
+def test_losses_by_hand(monkeypatch):
+    """Each mask after the true text before its block, but no first token; and the clean stream's
+    divergence from another model. A row without masks counts in the second only.
+
+    However a step is packed and accumulated, and its logits cut into chunks.
+    """
+    for seed in cases(8, 100):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        start = tiny_model(random.Random(seed)).requires_grad_(False)
+        for weight in start.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+        block = rng.randint(1, 5)
+        examples = [random_example(rng, block) for _ in range(5)]
+        examples[1].has_masks = False
+        batch_tokens = rng.choice([1, 600])
+        row_width = rng.choice([None, 200])
+        recipe = Recipe(MASK, block, batch_tokens=batch_tokens, row_width=row_width)
+        monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 2**26]))
+        found = low_rank.add_gradients(model, examples, recipe, start, weight=0.7)
+        ours = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+        noisy = torch.zeros(()).double()
+        drift = torch.zeros(()).double()
+        kept = [token for token in range(8) if token != MASK]
+        for example in examples:
+            p = clean_logits(start, example)[:, kept].softmax(-1)
+            q = clean_logits(model, example)[:, kept].softmax(-1)
+            drift = drift + (p * (p / q).log()).sum(-1).mean() / 5
+            each = []
+            for _, logits, token in mask_predictions(model, example, block):
+                each.append(-logits.log_softmax(-1)[token])
+            if example.has_masks and each:
+                noisy = noisy + sum(each) / len(each) / 4
+        assert found.tolist() == pytest.approx([noisy.item(), drift.item()], rel=1e-6)
+        theirs = gradient(noisy + 0.7 * drift, model)
+        assert (ours - theirs).abs().max() < 1e-6 * theirs.abs().max()
+
+
+@torch.inference_mode()
+def test_look_ahead_asks_no_masks_that_a_row_has_not():
+    """0.000 was printed for what nothing had to predict."""
+    rng = random.Random(9)
+    model = tiny_model(rng)
+    examples = [random_example(rng, 4) for _ in range(12)]
+    shares = look_ahead(model, low_rank.forward_inputs(examples, GRID), GRID)
+    for example in examples:
+        example.has_masks = False
+    assert look_ahead(model, low_rank.forward_inputs(examples, GRID), GRID) == shares[:1]
 
 
 def test_free_directions_are_those_of_the_generalized_eigenproblem():
@@ -34,13 +76,13 @@ def test_free_directions_are_those_of_the_generalized_eigenproblem():
         m = 7
         clean, masks = (torch.randn(m, m, generator=generator).double() for _ in range(2))
         clean, masks = clean @ clean.T, masks @ masks.T
-        right = free_directions(clean, masks, rank=2)
+        right = low_rank.free_directions(clean, masks, rank=2)
         clean = clean + 0.01 * (clean.diagonal() + clean.diagonal().median()).diag()
         values, vectors = torch.linalg.eig(torch.linalg.inv(clean) @ masks)
         order = values.real.argsort(descending=True)[:2]
         for row, s, vector in zip(right, values.real[order], vectors.real.T[order], strict=True):
-            assert torch.allclose(row @ masks @ row, s / (s + PENALTY))
-            assert torch.allclose(row @ clean @ row, 1 / (s + PENALTY))
+            assert torch.allclose(row @ masks @ row, s / (s + low_rank.PENALTY))
+            assert torch.allclose(row @ clean @ row, 1 / (s + low_rank.PENALTY))
             cosine = torch.cosine_similarity(row, vector, dim=0)
             assert cosine.abs() > 1 - 1e-6
 
@@ -53,7 +95,7 @@ def test_some_inputs_are_much_larger_than_the_others():
     x[:, :10] += 1e4 * torch.randn(400, 1, generator=generator)
     x[:, 15] = 0
     clean = x.T @ x / len(x)
-    assert free_directions(clean, clean.diagonal().diag(), rank=6).isfinite().all()
+    assert low_rank.free_directions(clean, clean.diagonal().diag(), rank=6).isfinite().all()
 
 
 def test_second_moments_are_of_what_a_matrix_is_given():
@@ -64,8 +106,8 @@ def test_second_moments_are_of_what_a_matrix_is_given():
     x = model.model.layers[0].input_layernorm(model.model.embed_tokens(inputs.tokens))
     is_mask = inputs.prefix <= inputs.pos
     for of_masks, positions in ((False, ~is_mask & (inputs.doc >= 0)), (True, is_mask)):
-        moments = second_moments(model, [inputs, inputs], of_masks)
-        assert set(moments) == {name for name, _ in matrices(model)}
+        moments = low_rank.second_moments(model, [inputs, inputs], of_masks)
+        assert set(moments) == {name for name, _ in low_rank.matrices(model)}
         assert len(moments) == 7 * model.config.num_hidden_layers
         found = moments["model.layers.0.self_attn.v_proj"]
         expected = x[positions].T @ x[positions] / positions.sum()
@@ -80,17 +122,18 @@ def test_the_merged_model_computes_the_same():
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
         ordinary = Qwen2(model.config).double()
         inputs = unpacked([lay_out(random_example(rng, 4), GRID) for _ in range(3)])
-        restrict(model, rank=rng.choice([1, 3, 99]))
+        low_rank.restrict(model, rank=rng.choice([1, 3, 99]))
         model.double()
-        for _, linear in matrices(model):
+        for _, linear in low_rank.matrices(model):
             linear.right.normal_()
-        torch.testing.assert_close(merged(model), before, rtol=0, atol=1e-6)  # the row is float32
+        now = low_rank.merged(model)
+        torch.testing.assert_close(now, before, rtol=0, atol=1e-6)  # the row is float32
         for name, weight in model.named_parameters():
             is_free = name.endswith((".left", ".mask_row"))
             assert weight.requires_grad == is_free
             if is_free:
                 weight.data += torch.randn_like(weight)
-        ordinary.load_state_dict(merged(model))
+        ordinary.load_state_dict(low_rank.merged(model))
         expected = hidden_states(model, inputs)
         ordinary_hidden = hidden_states(ordinary, inputs)
         assert torch.allclose(ordinary_hidden, expected, rtol=1e-9)
@@ -99,7 +142,6 @@ def test_the_merged_model_computes_the_same():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Greedy and drawn answers of toy/sft, as a file."""
-    file = tmp_path_factory.mktemp("answers") / "data.jsonl"
     model, chat = load(str(ROOT / "toy/sft"))
     problems = common.read_problems(ROOT / "toy/train.jsonl", 24)
     prompts = common.encode(chat, problems)
@@ -108,15 +150,14 @@ def data(tmp_path_factory):
         sequences = generate(model, prompts, tau=1.0, temperature=temperature, max_new=80)
         for problem, sequence in zip(problems, sequences):
             row = {"prompt": problem["prompt"], "response": chat.decode(sequence.tokens)}
-            rows.append(json.dumps(row | {"masks": temperature == 0}) + "\n")
-    file.write_text("".join(rows))
-    return file
+            rows.append(row | {"masks": temperature == 0})
+    return write(tmp_path_factory.mktemp("answers") / "data.jsonl", rows).path
 
 
 @pytest.fixture
 def words(data):
     files = ("--model", ROOT / "toy/sft", "--data", data)
-    return (*files, "--rank", 16, "--batch", 6, "--hold", 8, "--lr", 3e-3)
+    return (*files, "--rank", 16, "--batch", 6, "--lr", 3e-3)
 
 
 def run(*words: object):
@@ -139,18 +180,35 @@ def test_it_learns_to_look_ahead_and_says_what_it_said(words, data, tmp_path):
             energy = torch.linalg.svdvals(change).square()
             assert 0 < energy[16:].sum() < 0.2 * energy.sum(), name  # rounding to bfloat16
     rows = rows_of(data)
-    recipe = Recipe(chat.mask_id, start=before)
+    recipe = Recipe(chat.mask_id)
 
     def measured(model: Qwen2, some: list[dict]) -> list[float]:
-        """Both losses, noisy and clean."""
+        """Both losses, noisy and drift."""
         examples = [make_example(row, chat, before.config.eos_token_id, 512) for row in some]
-        pairs = [losses(model, inputs, before) for inputs in forward_inputs(examples, recipe)]
+        forwards = low_rank.forward_inputs(examples, recipe)
+        pairs = [low_rank.losses(model, before, inputs) for inputs in forwards]
         return torch.tensor(pairs).sum(0).tolist()
 
     greedy, drawn = rows[:24], rows[24:]
     assert measured(after, greedy)[0] < measured(before, greedy)[0] - 0.7
     # With random directions in place of these 1.4e-4; with clean and masks exchanged 8e-5.
     assert measured(after, drawn)[1] < 2e-5
+
+
+def test_the_clean_stream_is_held(tmp_path):
+    """As much as --hold says, at a rate that is much too high."""
+    rows = [{"prompt": f"{i} plums?", "response": f"So Mia has {i} plums."} for i in range(9)]
+    words = ("--model", ROOT / "toy/sft", "--data", write(tmp_path / "data.jsonl", rows).path)
+    words += ("--rank", 16, "--batch", 6, "--lr", 3e-2, "--steps", 12, "--block", 3)
+    drift = {}
+    for weight in (0, 8):
+        out = tmp_path / str(weight)
+        assert run(*words, "--hold", weight, "--out", out).status == 0
+        records = log(out)
+        assert records[0]["clean"] == pytest.approx(0, abs=1e-5)
+        drift[weight] = records[-1]["clean"]
+        assert load(str(out))[0].config.block == 3
+    assert 0 < 3 * drift[8] < drift[0]
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
@@ -167,13 +225,12 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path, monkeypatch
 
 
 def test_refused(words, data, tmp_path, monkeypatch):
-    """Responses of one token have no masks, nor has sft; and torchrun would run it twice."""
+    """Responses of one token have no masks; and torchrun would run it twice."""
     short = tmp_path / "short.jsonl"
     short.write_text('{"prompt": "Mia", "response": "6", "finish_reason": "length"}')
     out = tmp_path / "out"
     done = run(*words, "--data", short, "--out", out)
     assert done.status == 2 and "short.jsonl: no masks in 60 examples" in done.err
-    assert is_refused(run(*words, "--out", out, "--objective", "sft"), "use train.py")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert is_refused(run(*words, "--out", out), "torchrun is for train.py")
     assert not out.exists()

@@ -262,9 +262,9 @@ def test_the_table_of_training_steps(monkeypatch):
     seen = set()
     losses = train.losses
 
-    def listen(model, inputs, start):
+    def listen(model, inputs):
         seen.add((inputs.doc >= 0).sum().item())  # no padding
-        return losses(model, inputs, start)
+        return losses(model, inputs)
 
     monkeypatch.setattr(train, "losses", listen)
     words = ("--training", "--rounds", 1, "--rows", 2, "--max-new", 32, "--device", "cpu")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from common import MASK, cases, random_prompt
 
 from plumbing.data import Example
-from plumbing.packing import grouped, pack
+from plumbing.packing import own_rows, pack
 from train import Recipe, forward_inputs, lay_out
 
 
@@ -28,7 +28,7 @@ def test_packing():
 
 def test_examples_of_one_length_share_a_forward():
     """One of them once had a forward of its own: padded, they are more than their lengths' sum."""
-    [(rows, width)] = grouped([511] * 8, positions=4096, num_processes=1)
+    [(rows, width)] = own_rows([511] * 8, positions=4096, num_processes=1)
     assert (len(rows), width) == (8, 512)
 
 
@@ -53,14 +53,12 @@ def test_the_forwards_of_a_step():
             for inputs in together:
                 rows, width = inputs.tokens.shape
                 assert width % 32 == 0 and rows * width <= max(width, recipe.batch_tokens)
-            if recipe == packed:
-                shapes = {tuple(inputs.tokens.shape) for inputs in together}
-                assert shapes == {(max(1, recipe.batch_tokens // 1216), 1216)}
-            else:
-                for inputs in together:
-                    real = (inputs.doc >= 0).sum(1)
-                    assert len(real) == 1 or real.min() >= 7 / 8 * inputs.tokens.size(1) - 32
-                    assert all(len(set(row.tolist()) - {-1}) <= 1 for row in inputs.doc)
+                if recipe.row_width:
+                    assert (rows, width) == (max(1, recipe.batch_tokens // 1216), 1216)
+                    continue
+                real = (inputs.doc >= 0).sum(1)
+                assert rows == 1 or real.min() >= 7 / 8 * width - 32
+                assert all(len(set(row.tolist()) - {-1}) <= 1 for row in inputs.doc)
         if len(examples) >= 8 * worlds:  # none of the processes is left without work
             shares = [sum(int((inputs.doc >= 0).sum()) for inputs in some) for some in each]
             assert min(shares) > 0
