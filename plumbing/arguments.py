@@ -9,7 +9,7 @@ from numbers import Integral
 
 import torch
 
-from .cpu import can_pack, use_free_cores
+from .cpu import can_pack
 from .errors import UserError
 from .terminal import note
 
@@ -132,10 +132,7 @@ def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
 
 
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of --device and --dtype; auto is the first of cuda, mps and cpu there is.
-
-    On a CPU it also leaves busy cores to other programs: every command begins here.
-    """
+    """Device and dtype of --device and --dtype; auto is the first of cuda, mps and cpu there is."""
     available = available_devices()
     names = {"auto": available[0], "cuda": "cuda:0"}
     name = names.get(device, device)
@@ -143,10 +140,8 @@ def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dty
         raise UserError(f"--device {device}: this machine has {', '.join(available)}")
     if dtype is None:
         dtype = "bfloat16" if name.startswith("cuda") else "float32"
-    if name == "cpu":
-        use_free_cores()
-        if dtype == "bfloat16" and not can_pack(torch.bfloat16):
-            note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
+    if name == "cpu" and dtype == "bfloat16" and not can_pack(torch.bfloat16):
+        note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
     return torch.device(name), getattr(torch, dtype)
 
 
