@@ -6,12 +6,11 @@
 The weights in such a file have no checksum: a damaged number among them is not noticed.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.from_gguf")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
