@@ -262,9 +262,14 @@ class Qwen2(nn.Module):
         plumbing/processes.py can register it: FSDP then gathers the head once for all chunks.)
         """
         num_chunks = math.ceil(len(tensors[0]) * self.config.vocab_size / LOGITS_AT_A_TIME)
-        chunks = list(zip(*(tensor.chunk(max(1, num_chunks)) for tensor in tensors)))
-        results = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
-        results.append(function(*chunks[-1]))
+        parts = [tensor.chunk(max(1, num_chunks)) for tensor in tensors]  # parts[tensor][chunk]
+        last = len(parts[0]) - 1
+        results = []
+        for i in range(last):
+            chunk = [part[i] for part in parts]
+            results.append(checkpoint(function, *chunk, use_reentrant=False))
+        chunk = [part[last] for part in parts]
+        results.append(function(*chunk))
         return torch.cat(results)
 
     @property

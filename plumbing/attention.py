@@ -78,7 +78,9 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def block_mask(visible: Callable, pos: Tensor, prefix: Tensor, doc: Tensor) -> BlockMask:
+def block_mask(
+    visible: Callable[..., Tensor], pos: Tensor, prefix: Tensor, doc: Tensor
+) -> BlockMask:
     """The mask rule `visible` on all pairs of positions (R, T), for `attend_flex`."""
 
     def mask_mod(b, head, q, k):
