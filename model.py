@@ -262,14 +262,10 @@ class Qwen2(nn.Module):
         plumbing/processes.py can register it: FSDP then gathers the head once for all chunks.)
         """
         num_chunks = math.ceil(len(tensors[0]) * self.config.vocab_size / LOGITS_AT_A_TIME)
-        parts = [tensor.chunk(max(1, num_chunks)) for tensor in tensors]  # parts[tensor][chunk]
-        last = len(parts[0]) - 1
-        results = []
-        for i in range(last):
-            chunk = [part[i] for part in parts]
-            results.append(checkpoint(function, *chunk, use_reentrant=False))
-        chunk = [part[last] for part in parts]
-        results.append(function(*chunk))
+        parts = [tensor.chunk(max(1, num_chunks)) for tensor in tensors]  # of each tensor
+        chunks = [[part[i] for part in parts] for i in range(len(parts[0]))]  # of all together
+        results = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
+        results.append(function(*chunks[-1]))
         return torch.cat(results)
 
     @property

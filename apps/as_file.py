@@ -1,7 +1,4 @@
-"""What an app imports that is run as a file: it does not find the modules next to apps/.
-
-It finds this one, because Python then looks in apps/ itself.
-"""
+"""All that an app finds if it is run as a file: Python then looks in apps/, and not next to it."""
 
 import sys
 from pathlib import Path

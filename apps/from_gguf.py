@@ -70,8 +70,7 @@ def config_of(fields: dict) -> dict:
         "num_key_value_heads": fields[f"{family}.attention.head_count_kv"],
         "max_position_embeddings": fields[f"{family}.context_length"],
         "rope_theta": fields[f"{family}.rope.freq_base"],
-        # The file has it in float32: 1e-6 is 9.99999997e-07 there.
-        "rms_norm_eps": round(fields[f"{family}.attention.layer_norm_rms_epsilon"], 9),
+        "rms_norm_eps": round(fields[f"{family}.attention.layer_norm_rms_epsilon"], 9),  # float32
         "eos_token_id": ends,
     }
 

@@ -36,8 +36,6 @@ WORK = "experiments/work/full"  # data and models; only the records are committe
 RESULTS = ROOT / "experiments/results"
 TRAIN_ROWS = 12_800
 OPTIONS = "--steps 800 --batch 32 --save-every 200 --device cpu"  # of all trainings
-ROWS = 64  # problems decoded at a time
-NUM_GUESSES = 16  # of Jacobi decoding
 FAST = "--lr 1e-3"
 SLOW = "--lr 5e-4"
 DIFFUSION = "-m experiments.paper.baselines"
@@ -134,9 +132,9 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
     if way == "diffusion":
         answers = [baselines.diffuse(model, prompt) for prompt in prompts]
     elif way == "jacobi":
-        answers = [baselines.jacobi(model, prompt, NUM_GUESSES) for prompt in prompts]
+        answers = [baselines.jacobi(model, prompt, num_guesses=16) for prompt in prompts]
     else:
-        answers = generate(model, prompts, ROWS, **decoding_options(way, block))
+        answers = generate(model, prompts, rows=64, **decoding_options(way, block))
     return {
         "right": "".join(str(int(right)) for right in are_right(chat, answers, problems)),
         "tokens": sum(len(answer.tokens) for answer in answers),

@@ -60,10 +60,7 @@ def draw_noise(num_tokens: int) -> tuple[float, Tensor]:
 
 
 def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
-    """The mean over the example's targets.
-
-    The end token is repeated up to the end of the last block, and a target each time.
-    """
+    """The mean over the targets; end tokens, which are targets, too, fill up the last block."""
     block = model.config.block
     start = example.prompt_length
     num_padding = -example.num_targets % block
