@@ -17,12 +17,14 @@ the tests compare the two. What is unusual here:
     until another has filled a cache block, and a prompt gives the same tokens in a batch as alone,
     up to rounding. `block_cache` is the paper's way: see kv_cache.py;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
-  * `verify` checks guesses before they count, so that the text is AR's: see lossless.py.
+  * without a tau, guesses are checked before they count, so that the text is AR's: lossless.py.
 """
 
+import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +32,13 @@ from torch import Tensor
 from kv_cache import make_cache
 from lossless import Lossless
 from model import Qwen2, load
-from plumbing.arguments import Parser, check_options, check_tau, find_device, option, read_options
+from plumbing.arguments import Parser, check_number, check_tau, find_device
 from plumbing.attention import additive_mask, attend_folded, compiled
+from plumbing.chat import Chat
 from plumbing.cpu import fast_copy
 from plumbing.errors import UserError, run_main
 from plumbing.sampling import dice_of_rows
-from plumbing.scheduler import Decision, Fed, Scheduler, Sequence
+from plumbing.scheduler import Decision, Position, Scheduler, Sequence, Turn
 from plumbing.terminal import note, note_mode, print_answer
 
 TOY = Path(__file__).parent / "toy" / "mars"
@@ -66,46 +69,79 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 # ------------------------------------------------------------------------------------------ options
 
-METRICS = ("probability", "margin", "entropy")
+# The measures of confidence, and of each the tau that is plain AR. It has no masks: a confidence
+# that was rounded to 1 would pass.
+AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
 
 
 @dataclass
 class Options:
-    """How to decode. Each field is also an option of the command line."""
+    """How to decode: without a tau lossless, with a tau as in the paper. UserError if impossible.
 
-    tau: float | None = option(
-        None,
-        "(default: --verify) accept a token at least this confident; 1 is plain AR, below it the "
-        "text may differ from AR's. With --metric entropy: at most this many nats, 0 is AR",
-        kind=float,
-    )
-    metric: str = option("probability", "measure of confidence", choices=METRICS)
-    block: int | None = option(
-        None, "B, number of masks (default: as in training, or 4)", int, 1, 1000
-    )
-    block_cache: int | None = option(None, "the paper's cache, in blocks of N tokens", int, 1)
-    verify: bool = option(False, "lossless: the text of --tau 1 up to rounding, in fewer forwards")
-    max_new: int = option(256, "maximum number of new tokens", least=1)
-    temperature: float = option(0.0, "0 is greedy", least=0, below=1e30)
-    seed: int = option(0, "sampling seed", least=0, below=2**62)
-    compile: bool = option(False, "torch.compile: a slow start, then fast on a GPU")
+    Each field is also an option of the command line, where `add_options` says what it means.
+    """
+
+    tau: float | None = None
+    metric: str = "probability"
+    block: int | None = None
+    block_cache: int | None = None
+    max_new: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    compile: bool = False
 
     def __post_init__(self) -> None:
-        check_options(self)
-        if self.tau is not None and self.verify:
-            raise UserError("--verify takes no --tau, for it checks every guess: leave out one")
+        if self.metric not in AR_TAU:
+            raise UserError(f"metric: must be one of {', '.join(AR_TAU)}, not {self.metric!r}")
+        if self.block is not None:
+            check_number("block", self.block, int, least=1, below=1000)
+        if self.block_cache is not None:
+            check_number("block_cache", self.block_cache, int, least=1)
+        check_number("max_new", self.max_new, int, least=1)
+        check_number("temperature", self.temperature, float, least=0, below=1e30)
+        check_number("seed", self.seed, int, least=0, below=2**62)
         if self.tau is not None:
             check_tau(self.tau, self.metric)
-            return
-        self.verify = True
-        if self.block_cache or self.metric != "probability":
-            raise UserError("--block-cache and --metric need a --tau, without --verify")
+        elif self.block_cache is not None or self.metric != "probability":
+            raise UserError("--block-cache and --metric need a --tau")
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.tau is None
+
+    @property
+    def is_plain_ar(self) -> bool:
+        return self.tau == AR_TAU[self.metric]
+
+
+def add_options(parser: Parser, num_taus: str | None = None) -> None:
+    """Add the fields of `Options` to a command line; num_taus: the nargs of --tau."""
+    add = parser.add_argument
+    default = Options()
+    # fmt: off
+    add("--tau", type=float, nargs=num_taus, help="accept a token at least this confident: 1 is "
+        "plain AR, below it the text may differ from AR's; with --metric entropy at most this many "
+        "nats, 0 is AR (default: no tau, lossless: the text of --tau 1, up to rounding, in fewer "
+        "forwards)")
+    add("--metric", choices=tuple(AR_TAU), default=default.metric, help="measure of confidence")
+    add("--block", type=int, help="B, number of masks (default: as in training, or 4)")
+    add("--block-cache", type=int, metavar="N", help="the paper's cache, in blocks of N tokens")
+    add("--max-new", type=int, default=default.max_new, help="maximum number of new tokens")
+    add("--temperature", type=float, default=default.temperature, help="0 is greedy")
+    add("--seed", type=int, default=default.seed, help="sampling seed")
+    add("--compile", action="store_true", help="torch.compile: a slow start, then fast on a GPU")
+    # fmt: on
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """The Options of a command line with `add_options`."""
+    return Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
 
 
 # --------------------------------------------------------------------------------------- acceptance
 
 
-def confidences(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
+def measure_confidence(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
     """Confidence (R, C) from probabilities (R, C, V) and candidate tokens (R, C).
 
     Entropy is lower where the model is surer; margin is the best token's lead over the second. They
@@ -122,8 +158,10 @@ def confidences(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
 class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau.
 
-    Its two calls are those of `Method` (plumbing/scheduler.py); lossless.py is the other one.
+    `feed` and `decide` are those of `Method` (plumbing/scheduler.py); lossless.py has the other.
     """
+
+    confidence_has_dice = False  # it is taken at T = 1, as in the paper's code
 
     def __init__(self, block: int, metric: str, mask_id: int):
         """block: the number of masks, B."""
@@ -132,31 +170,53 @@ class Threshold:
         self.mask_id = mask_id
         self.widest = 2 * block + 1  # as many tokens as were accepted last time, and the masks
 
-    def feed(self, sequence: Sequence) -> list[Fed]:
+    def feed(self, sequence: Sequence) -> list[Position]:
         """The masks that follow a text. They see all of it: their prefix is its length."""
-        if sequence.tau == (0 if self.metric == "entropy" else 1):
-            return []  # plain AR needs none, and a confidence that was rounded to 1 would pass
-        end = len(sequence.text)
+        if sequence.tau == AR_TAU[self.metric]:
+            return []
+        end = len(sequence.token_ids)
         return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
 
-    def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
+    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
         """The candidates up to the first that does not pass.
 
         The first one always does: it is AR's own, for the last real token sees no mask.
         """
-        count = 1
-        for confidence in sure[1:]:
+        accepted = tokens[:1]
+        for token, confidence in zip(tokens[1:], confidences[1:]):
+            passes = confidence >= sequence.tau
             if self.metric == "entropy":
                 passes = confidence <= sequence.tau
-            else:
-                passes = confidence >= sequence.tau
             if not passes:
                 break
-            count += 1
-        return Decision(best[:count], num_held=0)
+            accepted.append(token)
+        return Decision(accepted, num_held=0)
 
 
 # ----------------------------------------------------------------------------------------- the loop
+
+
+class Feed(NamedTuple):
+    """What a row is fed: the tokens of its text that are not cached yet, then masks or guesses.
+
+    A position is (token, pos, prefix): prefix is how many tokens of the text it sees (`visible` in
+    model.py). Of the text a b c the cache has a b; B = 2 masks follow:
+
+        token    c | M M
+        pos      2 | 3 4
+        prefix   3 | 3 3
+    """
+
+    row: int
+    sequence: Sequence | None  # None: the row is idle or waits, and is fed padding alone
+    positions: list[Position]
+    num_real: int  # how many of the positions are tokens of the text
+    columns: range  # which positions predict: the last real token and all after it
+
+    @property
+    def predicted(self) -> list[int]:
+        """The pos of the token that each column predicts."""
+        return [self.positions[column][1] + 1 for column in self.columns]
 
 
 class Decoder:
@@ -178,21 +238,20 @@ class Decoder:
         self.config = config
         self.longest = min(longest, config.max_position_embeddings)
         self.block = options.block or config.block or 4  # B
-        if options.verify:
+        if options.is_lossless:
             is_batch_on_cpu = rows > 1 and model.device.type == "cpu"
             self.method = Lossless(self.block, config.mask_token_id, is_batch_on_cpu)
         else:
             self.method = Threshold(self.block, options.metric, config.mask_token_id)
-        self.widest = self.method.widest  # positions of a forward, prefills aside
-        if options.block_cache:
-            self.widest += min(options.block_cache, self.longest)  # a cache block is fed as a whole
-        self.cache = make_cache(model, rows, self.longest + self.widest, options)
+        self.cache = make_cache(model, rows, self.longest, self.method.widest, options)
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.model = fast_copy(model, options.compile)
         self.num_threads = torch.get_num_threads()  # attention depends on it: see additive_mask
-        self.fast_forward = self.forward
         if options.compile:
-            self.fast_forward = compiled(self.forward, self.cache)
+            self.compiled_forward = compiled(self.forward, self.cache)
+        # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
+        end = self.cache.capacity
+        self.padding = (config.mask_token_id, end, end + 1)
         self.num_added = 0
 
     def add(self, prompt: list[int], tau: float | None = None, max_new=None, index=None):
@@ -203,7 +262,7 @@ class Decoder:
         """
         if tau is None:
             tau = self.options.tau
-        elif self.options.verify:
+        elif self.options.is_lossless:
             raise UserError("a tau of its own needs --tau: without that, AR checks every guess")
         else:
             check_tau(tau, self.options.metric)
@@ -226,105 +285,86 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, list[int]]]:
-        """One forward; the sequences in it, with their new tokens. [] if all are done.
-
-        A position is fed (token, pos, prefix): prefix is how many tokens of the text it sees
-        (`visible` in model.py). The text a b c, of which the cache has a b, and B = 2 masks:
-
-            token    c | M M
-            pos      2 | 3 4
-            prefix   3 | 3 3
-        """
-        rows, sequences, is_prefill = self.scheduler.schedule()
-        if not rows:
+        """One forward; the sequences in it, with their new tokens. [] if all are done."""
+        turns, is_prefill = self.scheduler.schedule()
+        if not turns:
             return []
-        feeds = []  # of each row: what its positions are fed
-        num_real = []  # of each row: how many of them are tokens of its text
-        for row, sequence in zip(rows, sequences):
-            real = []
-            after = []
-            if sequence:  # else the row is idle, or waits: it is fed padding
-                text = sequence.text
-                num_cached = self.cache.lengths[row]
-                real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-                # A cache block may have room for fewer tokens than the method would give; the last
-                # real token gives the first of them.
-                after = self.method.feed(sequence)[: self.cache.room(row, len(text)) - 1]
-            feeds.append(real + after)
-            num_real.append(len(real))
-        best, sure = self.predict(rows, sequences, feeds, num_real, is_prefill)
-
+        feeds = [self.feed(turn) for turn in turns]
         news = []
         counts = []
-        for i, sequence in enumerate(sequences):
+        for feed, (tokens, confidences) in zip(feeds, self.predict(feeds, is_prefill)):
             num_held = 0  # accepted tokens that were fed as guesses
-            if sequence:
-                n = 1 + len(feeds[i]) - num_real[i]  # predictions, without those of padding
-                tokens, num_held = self.method.decide(sequence, best[i][:n], sure[i][:n])
-                news.append((sequence, sequence.take(tokens, self.cache.width)))
+            if feed.sequence:
+                accepted, num_held = self.method.decide(feed.sequence, tokens, confidences)
+                news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
             # cached tokens += real tokens that were fed + guesses that hold
-            counts.append(num_real[i] + num_held)
+            counts.append(feed.num_real + num_held)
         self.cache.commit(counts)
         return news
 
-    def predict(
-        self,
-        rows: list[int],
-        sequences: list,
-        feeds: list[list[Fed]],
-        num_real: list[int],
-        is_prefill: bool,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """For each row the tokens predicted from its last real token on, and how sure they are.
+    def feed(self, turn: Turn) -> Feed:
+        """What a row is fed in its turn."""
+        row, sequence, most_masks = turn
+        if most_masks is None:
+            return Feed(row, None, positions=[], num_real=0, columns=range(0))
+        text = sequence.token_ids
+        num_cached = self.cache.lengths[row]
+        real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
+        positions = real + self.method.feed(sequence)[:most_masks]
+        columns = range(len(real) - 1, len(positions))
+        return Feed(row, sequence, positions, len(real), columns)
+
+    def predict(self, feeds: list[Feed], is_prefill: bool) -> list[tuple[list[int], list[float]]]:
+        """For each feed the tokens that its columns predict, and how confident they are.
 
         At a temperature T > 0 every token is drawn from p^(1/T) of its own position, independently
-        of the others. So with several tokens per forward (and no `verify`) the text is not a sample
-        of the AR distribution.
+        of the others. So with several tokens per forward (and a tau) the text is not a sample of
+        the AR distribution.
         """
-        first = [max(0, real - 1) for real in num_real]  # the last real token; 0 in an idle row
-        width = max(map(len, feeds))
-        num_columns = max(len(feed) - column for feed, column in zip(feeds, first))
-        if self.options.compile and not is_prefill and width > 1:
-            # So there are two widths to compile: this, and a single position (plain AR).
-            width = num_columns = self.widest
-        # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
-        end_of_cache = self.cache.capacity
-        padding = (self.config.mask_token_id, end_of_cache, end_of_cache + 1)
-        padded = [feed + [padding] * (width - len(feed)) for feed in feeds]
-        fed = torch.tensor(padded, device=self.cache.device)  # (R, T, 3)
-        columns = torch.tensor(first)[:, None] + torch.arange(num_columns)  # (R, C)
-        columns = columns.clamp(max=width - 1)  # of rows that need fewer; `step` cuts them off
+        width = max(len(feed.positions) for feed in feeds)
+        num_columns = max(len(feed.columns) for feed in feeds)
+        forward = self.forward
+        if self.options.compile and not is_prefill:
+            forward = self.compiled_forward
+            if width > 1:  # so it compiles two widths: this, and a single position (plain AR)
+                width = num_columns = self.cache.widest
+        inputs = []  # (R, T, 3)
+        columns = []  # (R, C)
+        for feed in feeds:
+            inputs.append(feed.positions + [self.padding] * (width - len(feed.positions)))
+            columns.append([*feed.columns] + [0] * (num_columns - len(feed.columns)))
+        inputs = torch.tensor(inputs, device=self.cache.device)
+        columns = torch.tensor(columns, device=self.cache.device)
         noise = None
         if self.options.temperature > 0:
-            shape = (len(rows), num_columns, self.config.vocab_size)
-            # A position at pos predicts the token at pos + 1.
-            predicted = []
-            for feed, column in zip(feeds, first):
-                predicted.append([pos + 1 for _, pos, _ in feed[column:]])
-            noise = dice_of_rows(self.options.seed, sequences, predicted, shape, fed.device)
-        self.cache.reserve(width, rows)
-        forward = self.forward if is_prefill else self.fast_forward
-        best, sure = forward(fed, columns.to(fed.device), noise).tolist()
-        return [[int(token) for token in row] for row in best], sure
+            wanted = [(feed.sequence, feed.predicted) for feed in feeds]
+            noise = dice_of_rows(self.options.seed, wanted, columns, self.config.vocab_size)
+        self.cache.reserve(width, [feed.row for feed in feeds])
+        tokens, confidences = forward(inputs, columns, noise).tolist()
+        predictions = []
+        for feed, of_row, how_sure in zip(feeds, tokens, confidences):
+            n = len(feed.columns)
+            predictions.append(([int(token) for token in of_row[:n]], how_sure[:n]))
+        return predictions
 
-    def forward(self, fed: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
-        """The best token of each column (R, C) and how sure it is: (2, R, C), one copy to the host.
+    def forward(self, inputs: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
+        """The token that each column (R, C) predicts, and its confidence: (2, R, C), one copy.
 
-        fed (R, T, 3): token, pos and prefix. noise: the dice (R, C, V). --compile compiles this.
+        inputs (R, T, 3): token, pos and prefix. noise: the dice (R, C, V). --compile compiles this.
         """
-        mask = self.cache.mask(fed[..., 1:])
+        mask = self.cache.mask(inputs[..., 1:])
         mask = additive_mask(mask, self.config, self.num_threads, self.cache.dtype)
-        hidden = self.model(fed[..., 0], fed[..., 1], mask, self.cache, attend_folded)  # (R, T, D)
+        hidden = self.model(inputs[..., 0], inputs[..., 1], mask, self.cache, attend_folded)
         logits = self.model.logits_at(hidden, columns)  # (R, C, V)
         scores = logits
         if noise is not None:  # the best of logits + T * dice is a draw from p^(1/T)
             scores = logits + self.options.temperature * noise
-        best = scores.argmax(-1)
-        # Confidence is taken at T = 1, without dice (as in the paper's code). A guess of `verify`
-        # is checked with the same dice: one that they favour by far is likely to hold.
-        probs = (scores if self.options.verify else logits).softmax(-1)
-        sure = confidences(probs, best, self.method.metric)
-        return torch.stack([best.to(sure.dtype), sure])  # float32 or more: exact for token ids
+        tokens = scores.argmax(-1)
+        if self.method.confidence_has_dice:
+            logits = scores
+        confidence = measure_confidence(logits.softmax(-1), tokens, self.method.metric)
+        # Float32 or more: exact for token ids.
+        return torch.stack([tokens.to(confidence.dtype), confidence])
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:
@@ -343,15 +383,15 @@ def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[
 # ------------------------------------------------------------------------------------ command line
 
 
-def load_for_decoding(args) -> tuple:
-    """The model and chat of --model, or the bundled ones with a note."""
+def load_for_decoding(args: argparse.Namespace, options: Options) -> tuple[Qwen2, Chat]:
+    """The model and chat of --model, or the bundled ones; with a note of what is unusual."""
     device, dtype = find_device(args.device, args.dtype)
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
-    needs_masks = args.tau is not None and args.tau < 1
-    if needs_masks and args.block is None and model.config.block is None:
-        note(f"{args.model}: was not trained with masks: what a tau below 1 accepts is garbage")
+    is_untrained = options.block is None and model.config.block is None
+    if is_untrained and not (options.is_lossless or options.is_plain_ar):
+        note(f"{args.model}: was not trained with masks: what this tau accepts is garbage")
     if not chat.has_template:
         note(f"{args.model}: has no chat template, so it may not know where an answer ends")
     return model, chat
@@ -360,13 +400,13 @@ def load_for_decoding(args) -> tuple:
 def main() -> None:
     parser = Parser("Answer a prompt, several tokens per forward (MARS).")
     parser.add_argument("--prompt", required=True, help="what the user says")
-    parser.add_model(None, "directory or hub id (default: the bundled toy/mars)")
-    parser.add_options(Options)
+    parser.add_model()
+    add_options(parser)
     args = parser.parse_args()
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
-    options = read_options(args, Options)
-    model, chat = load_for_decoding(args)
+    options = read_options(args)
+    model, chat = load_for_decoding(args, options)
     prompt = chat.encode_prompt([{"role": "user", "content": args.prompt}])
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)

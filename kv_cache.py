@@ -35,12 +35,16 @@ class KVCache:
         commit    how many of the T positions count: the lengths grow by so many
     """
 
-    def __init__(self, config, rows: int, capacity: int, device, dtype, unit: int = UNIT):
-        """Attention spans the slots of the longest row, rounded up to a multiple of `unit`."""
+    def __init__(self, config, rows: int, capacity: int, device, dtype, unit=UNIT, widest=0):
+        """Attention spans the slots of the longest row, rounded up to a multiple of `unit`.
+
+        widest: the most positions of a row in a forward, prefills aside.
+        """
         if rows < 1:
             raise UserError(f"rows {rows}: must be at least 1")
         self.capacity = capacity
         self.unit = unit
+        self.widest = widest
         self.device = torch.device(device)
         self.dtype = dtype
         self.lengths = [0] * rows  # committed positions, on the host
@@ -93,7 +97,8 @@ class KVCache:
         pos, prefix = places[:, None, :, None].unbind(-1)  # (R, 1, T, 1)
         slot_pos, slot_prefix = self.places[self.at][:, None, None, : self.span].unbind(-1)
         is_after = torch.arange(self.span, device=self.device) > self.slots[:, None, None, -1:]
-        return visible(pos, prefix, 0, slot_pos, slot_prefix, -1 * is_after)  # documents 0 and -1
+        slot_doc = torch.where(is_after, -1, 0)
+        return visible(pos, prefix, 0, slot_pos, slot_prefix, slot_doc)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, T, head_dim) into the reserved slots; return the whole span."""
@@ -108,13 +113,12 @@ class KVCache:
         for row, count in zip(self.rows, counts, strict=True):
             self.lengths[row] += count
 
-    def room(self, row: int, text_length: int) -> int:
-        """How many tokens the next forward may accept for a text of this length."""
-        return self.capacity - text_length
+    def most_masks(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
+        """How many masks may follow the text of each row now; None: the row must wait.
 
-    def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
-        """Of the rows with a text those that must not go on before others; here there are none."""
-        return set()
+        text_lengths: by row, of all texts that are being decoded. Here nothing limits them.
+        """
+        return dict.fromkeys(text_lengths, self.widest)
 
 
 class BlockCache(KVCache):
@@ -149,21 +153,34 @@ class BlockCache(KVCache):
         for row in self.rows:
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
-    def room(self, row: int, text_length: int) -> int:
-        """The places in the open block, or in the next."""
-        return self.size - self.num_in_open_block(row, text_length)
+    def most_masks(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
+        """One less than the free places of the open block, or of the next.
 
-    def rows_that_wait(self, text_lengths: dict[int, int]) -> set[int]:
-        """The rows whose last block is full, as long as another row has an open one."""
-        full = {row for row, n in text_lengths.items() if self.num_in_open_block(row, n) == 0}
-        return full if len(full) < len(text_lengths) else set()
+        (The last real token predicts what takes the first of them.) A row whose last block is full
+        waits as long as another row has an open one.
+        """
+        num_open = {row: self.num_in_open_block(row, n) for row, n in text_lengths.items()}
+        some_are_open = any(num_open.values())
+        most = {}
+        for row, num_tokens in num_open.items():
+            if num_tokens == 0 and some_are_open:
+                most[row] = None
+            else:
+                most[row] = self.size - num_tokens - 1
+        return most
 
 
-def make_cache(model, rows: int, num_slots: int, options) -> KVCache:
-    """The cache for a model and decode.Options; num_slots: the most that a row needs."""
+def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
+    """The cache for a model and decode.Options.
+
+    longest: the most tokens of a text. widest: the most positions of a row in a forward, prefills
+    aside, if no token is fed twice.
+    """
+    size = options.block_cache
+    if size:
+        size = min(size, longest)
+        widest += size  # a block is fed as a whole
     unit = COMPILED_UNIT if options.compile else UNIT
-    capacity = ceil(num_slots / unit) * unit
-    settings = (model.config, rows, capacity, model.device, model.dtype, unit)
-    if options.block_cache:
-        return BlockCache(*settings, size=options.block_cache)
-    return KVCache(*settings)
+    capacity = ceil((longest + widest) / unit) * unit
+    settings = (model.config, rows, capacity, model.device, model.dtype, unit, widest)
+    return BlockCache(*settings, size=size) if size else KVCache(*settings)

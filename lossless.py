@@ -33,11 +33,9 @@ drawn with the dice of its position, and AR's token with the same, so that both 
 `Lossless` is a decoding method as `Threshold` in decode.py is.
 """
 
-import itertools
-import operator
 from dataclasses import dataclass, field
 
-from plumbing.scheduler import Decision, Fed, Sequence, num_in_common
+from plumbing.scheduler import Decision, Position, Sequence, num_in_common
 
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 RUN = 3  # tokens that must have occurred before, for a guess from the text
@@ -46,9 +44,10 @@ MOST_LOOKED_UP = 10  # and at most, where they were right
 
 
 class Lossless:
-    """The decoding method of `verify`: see `Method` in plumbing/scheduler.py."""
+    """The decoding method without a tau: see `Method` in plumbing/scheduler.py."""
 
     metric = "probability"
+    confidence_has_dice = True  # a guess that the dice favour by far is likely to hold
 
     def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
         """block: the number of masks in a group, B."""
@@ -65,7 +64,7 @@ class Lossless:
         """The last token, the masks' guesses, those from the text, the groups."""
         return 1 + self.block + MOST_LOOKED_UP + self.most_groups * self.block
 
-    def feed(self, sequence: Sequence) -> list[Fed]:
+    def feed(self, sequence: Sequence) -> list[Position]:
         """The guesses and groups of masks that follow a text.
 
         After the text a b c, the guess d and the groups 0 and 1 of B = 2 masks:
@@ -75,9 +74,9 @@ class Lossless:
             prefix   4 | 3 3 | 4 4
         """
         if sequence.state is None:
-            sequence.state = State()
+            sequence.state = Plan()
         positions = []
-        end = len(sequence.text)
+        end = len(sequence.token_ids)
         for pos, guess in enumerate(sequence.state.guesses, start=end):
             positions.append((guess, pos, pos + 1))
         for j in sequence.state.groups:
@@ -86,20 +85,24 @@ class Lossless:
                 positions.append((self.mask_id, pos, prefix))
         return positions
 
-    def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
-        """The guesses that hold, and AR's token after them; then the guesses for the next forward.
+    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
+        """The guesses that hold, and AR's token after them; then the plan of the next forward.
 
-        best: AR's tokens after x, g1, g2, ..., then what the masks of each group predict.
+        tokens: AR's after x, g1, g2, ..., then what the masks of each group predict.
         """
-        state = sequence.state
-        held = num_in_common(best, state.guesses)
-        accepted = best[: held + 1]
-        masks = state.useful_masks(held, self.block)
-        state.plan(best[masks], sure[masks], self.most_groups)
+        plan = sequence.state
+        num_held = num_in_common(tokens, plan.guesses)
+        accepted = tokens[: num_held + 1]
+        useful = useful_masks(plan, num_held, self.block)
+        candidates = [tokens[i] for i in useful]
+        chances = likely_run([confidences[i] for i in useful])
+        plan.useful = useful
+        plan.groups = likely_groups(chances, self.most_groups)
+        plan.guesses = candidates[: len(chances)]
         if self.looks_up:
-            text = sequence.text + accepted
-            state.guesses += state.lookup.guesses(text, from_masks=state.guesses)
-        return Decision(accepted, num_held=held)
+            text = sequence.token_ids + accepted
+            plan.guesses += plan.lookup.guesses(text, from_masks=plan.guesses)
+        return Decision(accepted, num_held)
 
 
 class Lookup:
@@ -110,7 +113,7 @@ class Lookup:
     """
 
     def __init__(self):
-        self.place_after: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
+        self.goes_on_at: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
         self.num_read = RUN  # tokens of the text, at the last call
         self.most = FIRST_LOOKED_UP
         self.from_masks: list[int] = []  # this and the next: of the last call
@@ -119,13 +122,13 @@ class Lookup:
     def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
         """What comes after a text and the masks' guesses."""
         self.judge(came=text[self.num_read :])
-        for place in range(self.num_read, len(text)):
-            self.place_after[tuple(text[place - RUN : place])] = place
+        for end in range(self.num_read, len(text)):
+            self.goes_on_at[tuple(text[end - RUN : end])] = end
         self.num_read = len(text)
         last_run = (text[-RUN:] + from_masks)[-RUN:]
-        place = self.place_after.get(tuple(last_run), len(text))
+        begin = self.goes_on_at.get(tuple(last_run), len(text))
         self.from_masks = list(from_masks)
-        self.found = text[place : place + MOST_LOOKED_UP]
+        self.found = text[begin : begin + MOST_LOOKED_UP]
         return self.found[: self.most]
 
     def judge(self, came: list[int]) -> None:
@@ -137,38 +140,42 @@ class Lookup:
 
 
 @dataclass
-class State:
-    """What a sequence keeps between two forwards, in `sequence.state`."""
+class Plan:
+    """What the next forward of a sequence is fed; kept in `sequence.state`."""
 
-    guesses: list[int] = field(default_factory=list)  # tokens for the next forward to check
+    guesses: list[int] = field(default_factory=list)  # tokens to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
+    useful: range = range(0)  # the masks of the last forward that made these guesses
     lookup: Lookup = field(default_factory=Lookup)
 
-    def useful_masks(self, held: int, block: int) -> slice:
-        """Which masks predict a place that is open, and saw no guess that failed.
 
-        Positions are counted from x, the last real token: after it come the guesses, then the
-        groups, `block` masks each. The best group saw the most guesses, all of which hold. If it
-        saw j of the `held` guesses, its first held - j masks predict tokens that are accepted now.
-        """
-        saw_no_failure = [j for j in self.groups if j <= held]
-        if not saw_no_failure:
-            return slice(0)
-        j = max(saw_no_failure)
-        start = 1 + len(self.guesses) + self.groups.index(j) * block
-        return slice(start + held - j, start + block)
+def useful_masks(plan: Plan, num_held: int, block: int) -> range:
+    """The positions of the masks that predict what comes after AR's token.
 
-    def plan(self, candidates: list[int], chances: list[float], most_groups: int) -> None:
-        """Set the guesses, as far as they are worth a position, and the groups to feed with them.
+    They saw no guess that failed, and as many as possible of those that held. Position 0 is x, the
+    last real token; then come the guesses, then the groups, `block` masks each.
+    """
+    useful = range(0)
+    begin = 1 + len(plan.guesses)  # of a group
+    for j in plan.groups:  # from the group that saw the fewest guesses on
+        if j <= num_held:
+            num_known = num_held - j  # what its first masks predict is accepted now
+            useful = range(begin + num_known, begin + block)
+        begin += block
+    return useful
 
-        chances: of each candidate, how likely it holds if all before it do.
-        """
-        num_worth = 0
-        for all_hold in itertools.accumulate(chances, operator.mul):
-            if all_hold >= LEAST_PROBABILITY:
-                num_worth += 1
-        self.guesses = candidates[:num_worth]
-        self.groups = likely_groups(chances[:num_worth], most_groups)
+
+def likely_run(chances: list[float]) -> list[float]:
+    """The first of these chances, as long as all together are likely enough to be worth a position.
+
+    chances: of each candidate, how likely it holds if all before it do.
+    """
+    all_hold = 1.0
+    for count, chance in enumerate(chances):
+        all_hold *= chance
+        if all_hold < LEAST_PROBABILITY:
+            return chances[:count]
+    return chances
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:

@@ -273,7 +273,7 @@ def look_ahead(model: Qwen2, examples: list[Example], recipe: Recipe) -> list[fl
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
     The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
-    k ahead, `--verify` gives about 1 + s_2 + s_2 s_3 + ... tokens per forward.
+    k ahead, lossless decoding gives about 1 + s_2 + s_2 s_3 + ... tokens per forward.
     """
     bins = (recipe.block or 0) + 2
     right = torch.zeros(bins).double()

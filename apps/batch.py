@@ -18,8 +18,8 @@ if not __package__:
 
 from tqdm import tqdm
 
-from decode import Decoder, Options, Sequence, load_for_decoding
-from plumbing.arguments import Parser, number, read_options
+from decode import Decoder, Sequence, add_options, load_for_decoding, read_options
+from plumbing.arguments import Parser, number
 from plumbing.chat import Chat
 from plumbing.data import encode_prompt
 from plumbing.errors import naming, run_main
@@ -66,11 +66,11 @@ def main() -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="a prompt per line, or JSONL")
     parser.add_argument("--rows", type=number(int, 1), default=8, help="prompts at a time")
     parser.add_model()
-    parser.add_options(Options)
+    add_options(parser)
     args = parser.parse_args()
-    options = read_options(args, Options)
+    options = read_options(args)
     rows = read_rows(args.file)
-    model, chat = load_for_decoding(args)
+    model, chat = load_for_decoding(args, options)
     prompts = {}
     for line_number, row in rows.items():
         with naming(f"{args.file}:{line_number}"):

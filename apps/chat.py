@@ -12,9 +12,9 @@ import sys
 if not __package__:
     import as_file  # noqa: F401 - says how to run it, and exits
 
-from decode import Decoder, Options, load_for_decoding
+from decode import Decoder, Options, add_options, load_for_decoding, read_options
 from model import Qwen2
-from plumbing.arguments import Parser, check_tau, read_options
+from plumbing.arguments import Parser, check_tau
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.terminal import note, note_mode, print_answer
@@ -39,8 +39,8 @@ class Conversation:
         if line == "/reset":
             self.messages = self.opening
         elif line.startswith("/tau "):
-            if self.decoder.options.verify:
-                raise UserError("--verify takes no tau: start the conversation with --tau")
+            if self.decoder.options.is_lossless:
+                raise UserError("there is no tau to set: start the conversation with --tau")
             tau = float(line.removeprefix("/tau "))
             check_tau(tau, self.decoder.options.metric)
             self.tau = tau
@@ -65,18 +65,18 @@ def main() -> None:
     parser = Parser("A conversation, several tokens per forward (MARS).")
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
     parser.add_model()
-    parser.add_options(Options)
+    add_options(parser)
     args = parser.parse_args()
-    options = read_options(args, Options)
-    model, chat = load_for_decoding(args)
+    options = read_options(args)
+    model, chat = load_for_decoding(args, options)
     conversation = Conversation(model, chat, options, args.system)
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
     note_mode(options)
-    commands = RESET if options.verify else f"{SET_TAU}, {RESET}"
+    commands = RESET if options.is_lossless else f"{SET_TAU}, {RESET}"
     note(f"{commands}, Ctrl-C ends an answer, Ctrl-D the conversation")
     while True:
-        knob = "> " if options.verify else f"tau {conversation.tau:g}> "
+        knob = "> " if options.is_lossless else f"tau {conversation.tau:g}> "
         try:
             conversation.take(input(knob if sys.stdout.isatty() else "").strip())
         except EOFError:

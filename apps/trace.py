@@ -1,7 +1,7 @@
 """Write a page that shows every forward of an answer: its guesses, how sure, what became of them.
 
     python -m apps.trace page.html --tau 0.8 --prompt "..."
-    python -m apps.trace page.html --verify --prompt "..."
+    python -m apps.trace page.html --prompt "..."
 
 The page is one file without network access. Its facts are a JSON object in its source.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 if not __package__:
     import as_file  # noqa: F401 - says how to run it, and exits
 
-from decode import Decoder, Options, load_for_decoding
-from plumbing.arguments import Parser, read_options
+from decode import Decoder, Options, add_options, load_for_decoding, read_options
+from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
-from plumbing.scheduler import Decision, Fed, Method, Sequence, num_in_common
+from plumbing.scheduler import Decision, Method, Position, Sequence, num_in_common
 from plumbing.terminal import TextStream, note
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -25,71 +25,60 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 class TracedMethod:
     """A decoding method for one sequence, which keeps what each forward was fed and decided."""
 
-    def __init__(self, method: Method, verify: bool, chat: Chat):
+    def __init__(self, method: Method, is_lossless: bool, chat: Chat):
         self.method = method
-        self.verify = verify
+        self.is_lossless = is_lossless
         self.chat = chat
-        self.widest = method.widest
         self.metric = method.metric
+        self.confidence_has_dice = method.confidence_has_dice
         self.forwards: list[dict] = []
 
-    def feed(self, sequence: Sequence) -> list[Fed]:
+    def feed(self, sequence: Sequence) -> list[Position]:
         self.fed = self.method.feed(sequence)
         return self.fed
 
-    def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
-        decision = self.method.decide(sequence, best, sure)
-        fed = self.fed[: len(best) - 1]  # a cache block may have had no room for all of it
-        guesses, masks = split(fed)
+    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
+        decision = self.method.decide(sequence, tokens, confidences)
+        fed = self.fed[: len(tokens) - 1]  # a cache block may have had no room for all of it
+        guesses = [token for token, pos, prefix in fed if prefix == pos + 1]
+        prefixes = {prefix for _, _, prefix in fed[len(guesses) :]}
         facts = {
             "checked": self.labels(guesses),
             "held": decision.num_held,
-            "masks": len(masks),
-            "groups": len({prefix for _, _, prefix in masks}),
+            "masks": len(fed) - len(guesses),
+            "groups": len(prefixes),
         }
-        if self.verify:
-            facts |= self.next_guesses(sequence, fed, best, sure, decision.num_held)
+        if self.is_lossless:
+            facts |= self.next_guesses(sequence, tokens, confidences)
         else:
-            facts["candidates"] = list(zip(self.labels(best), sure))
+            facts["candidates"] = list(zip(self.labels(tokens), confidences))
             facts["passed"] = len(decision.tokens)
+            facts["sure"] = []  # would it pass, right after the first, which always does?
+            for token, confidence in zip(tokens, confidences):
+                accepted, _ = self.method.decide(sequence, [0, token], [0.0, confidence])
+                facts["sure"].append(len(accepted) == 2)
         self.forwards.append(facts)
         return decision
 
-    def next_guesses(
-        self, sequence: Sequence, fed: list[Fed], best: list[int], sure: list[float], held: int
-    ) -> dict:
-        """What the masks predict that saw the most guesses that hold, and what comes of it."""
-        end = len(sequence.text) + held  # where the model's own token stands
-        _, masks = split(fed)
-        saw_no_failure = [prefix for _, _, prefix in masks if prefix <= end]
-        most_seen = max(saw_no_failure, default=end)
-        useful = []  # positions: 0 is the last real token, then comes what was fed
-        for i, (_, pos, prefix) in enumerate(fed, start=1):
-            if prefix == most_seen and pos >= end:
-                useful.append(i)
-        tokens = [best[i] for i in useful]
-        guesses, _ = split(self.method.feed(sequence))  # of the next forward
-        num_from_masks = num_in_common(tokens, guesses)
+    def next_guesses(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> dict:
+        """What the useful masks predict, and what becomes of it in the plan of the next forward."""
+        plan = sequence.state
+        candidates = [tokens[i] for i in plan.useful]
+        num_from_masks = num_in_common(candidates, plan.guesses)
         return {
-            "candidates": list(zip(self.labels(tokens), [sure[i] for i in useful])),
-            "first": end - most_seen,  # of the group's masks, that is of use
+            "candidates": list(zip(self.labels(candidates), [confidences[i] for i in plan.useful])),
+            "first": self.method.block - len(candidates),  # of the group's masks, that is useful
             "passed": num_from_masks,
-            "looked_up": self.labels(guesses[num_from_masks:]),
+            "looked_up": self.labels(plan.guesses[num_from_masks:]),
         }
 
     def labels(self, tokens: list[int]) -> list[str]:
         return [self.chat.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
 
-def split(fed: list[Fed]) -> tuple[list[int], list[Fed]]:
-    """The guesses among what follows a text (a real token has prefix = pos + 1), and the masks."""
-    guesses = [token for token, pos, prefix in fed if prefix == pos + 1]
-    return guesses, fed[len(guesses) :]
-
-
 def trace(decoder: Decoder, chat: Chat) -> list[dict]:
     """The facts of each forward of a decoder's one sequence."""
-    method = TracedMethod(decoder.method, decoder.options.verify, chat)
+    method = TracedMethod(decoder.method, decoder.options.is_lossless, chat)
     decoder.method = method
     text = TextStream(chat)
     for sequence, tokens in decoder:
@@ -101,7 +90,8 @@ def trace(decoder: Decoder, chat: Chat) -> list[dict]:
 
 
 def make_page(prompt: str, options: Options, forwards: list[dict]) -> str:
-    facts = {"prompt": prompt, "forwards": forwards, **vars(options)}
+    facts = {"prompt": prompt, "forwards": forwards, "lossless": options.is_lossless}
+    facts |= {"tau": options.tau, "metric": options.metric}
     text = json.dumps(facts).replace("<", "\\u003c")  # "</script>" would end the JSON
     return TEMPLATE.read_text(encoding="utf-8").replace("FACTS", text, 1)
 
@@ -111,14 +101,14 @@ def main() -> None:
     parser.add_argument("page", metavar="PAGE.html", type=Path, help="the file to write")
     parser.add_argument("--prompt", required=True, help="what the user says")
     parser.add_model()
-    parser.add_options(Options)
+    add_options(parser)
     args = parser.parse_args()
     if not args.prompt.strip():
         raise UserError("--prompt is empty")
     if not args.page.parent.is_dir():
         raise UserError(f"{args.page.parent}: no such directory")
-    options = read_options(args, Options)
-    model, chat = load_for_decoding(args)
+    options = read_options(args)
+    model, chat = load_for_decoding(args, options)
     prompt = chat.encode_prompt([{"role": "user", "content": args.prompt}])
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)

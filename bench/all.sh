@@ -23,10 +23,10 @@ echo "# The bundled model"
 quality --tau 1 .95 .9 .8 .7 .6 .5
 quality --model toy/sft --tau 1
 for rows in 1 32; do
-    quality --verify --rows $rows
-    quality --verify --rows $rows --temperature 1
+    quality --rows $rows
+    quality --rows $rows --temperature 1
 done
-quality --verify --dtype bfloat16
+quality --dtype bfloat16
 speed --transformers --limit 32 --rounds 9 --rows 1 8
 speed --temperature 1 --limit 24 --rows 1 8
 speed --block-caches
@@ -44,7 +44,7 @@ for name in smollm2 qwen2.5; do
     model="--model $name/model --dtype bfloat16"
     before="--model $name/original --dtype bfloat16"
     for kind in gsm8k ifeval bbh plain; do
-        quality $model --data bench/data/$kind/test.jsonl --limit 20 --max-new 128 --verify --rows 1
+        quality $model --data bench/data/$kind/test.jsonl --limit 20 --max-new 128 --rows 1
     done
     # How far the training moved it: its predictions of what the model before it answered.
     for kind in gsm8k ifeval bbh plain; do head -n 20 bench/data/$kind/test.jsonl; done > "$work/prompts.jsonl"

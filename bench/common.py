@@ -3,12 +3,11 @@
 import argparse
 import os
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from decode import Options, Sequence
+from decode import Options, Sequence, add_options, read_options
 from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number
 from plumbing.chat import Chat
@@ -139,16 +138,17 @@ def add_problems(parser: Parser, limit: int | None = None) -> None:
 
 
 def add_decoding(parser: Parser, rows: int) -> None:
-    """Add --rows and the options of decoding, --tau with several values: see `ways_to_decode`."""
+    """Add --rows and the options of decoding; --tau takes several values: see `ways_to_decode`."""
     add = parser.add_argument
     add("--rows", type=number(int, 1), default=rows, help="decoded at a time")
-    add("--tau", type=float, nargs="+", help="thresholds; 1 is plain AR (default: --verify)")
-    parser.add_options(Options, without="tau")
+    add_options(parser, num_taus="+")
 
 
 def ways_to_decode(args: argparse.Namespace) -> dict[str, Options]:
-    """The options for each --tau; without one, those of --verify."""
-    others = {f.name: getattr(args, f.name) for f in fields(Options) if f.name != "tau"}
+    """The options for each --tau; without one, those of lossless decoding."""
     if args.tau is None:
-        return {"verify": Options(**others)}
-    return {f"tau {tau:g}": Options(tau=tau, **others) for tau in args.tau}
+        return {"lossless": read_options(args)}
+    ways = {}
+    for tau in args.tau:
+        ways[f"tau {tau:g}"] = read_options(argparse.Namespace(**vars(args) | {"tau": tau}))
+    return ways

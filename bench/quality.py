@@ -1,7 +1,7 @@
 """Accuracy and tokens per forward over tau, and how many answers are those of AR (tau 1).
 
     python -m bench.quality --tau .95 .9 .8 .7 .6 .5         # toy/README.md's table over tau
-    python -m bench.quality                                  # is --verify lossless?
+    python -m bench.quality                                  # is lossless decoding lossless?
     python -m bench.quality --temperature 1                  # and are its samples those of AR?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
@@ -13,7 +13,7 @@ wrong, they have no width.
 "tokens/forward" is of all tokens over all forwards. An answer repeats itself if at least 10 % of
 its 6-grams of tokens occurred before in it; such answers are easy to guess.
 
-Where a --verify answer parts from AR's and the two best scores (logits, with the noise of the dice
+Where a lossless answer parts from AR's and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
 and a forward of another width rounds differently. In float32 there is no other difference. If there
 is one, it is a bug, and the exit status is 1.
@@ -101,20 +101,21 @@ def gap_between_best(model: Qwen2, answer: Sequence, num_tokens: int, options: O
 
     The scores are those of plumbing/sampling.py: logits, at a temperature T with T times the dice.
     """
-    ids = torch.tensor([answer.text[:num_tokens]], device=model.device)
+    ids = torch.tensor([answer.token_ids[:num_tokens]], device=model.device)
     positions = torch.arange(num_tokens, device=model.device)[None]
-    scores = model.logits(model(ids, positions, None)[0, -1:])[0]
+    last = positions[:, -1:]
+    scores = model.logits_at(model(ids, positions, None), last)[0, 0]  # as the decoder chooses
     noise = dice(options.seed, answer.index, num_tokens, len(scores), scores.device)
     best, second = (scores + options.temperature * noise).topk(2).values.tolist()
     return best - second
 
 
 def check_partings(model: Qwen2, expected: list, answers: list, options: Options) -> None:
-    """Say where --verify differs from AR; in float32 that is a bug, except at a tie."""
+    """Say where lossless decoding differs from AR; in float32 that is a bug, except at a tie."""
     gaps = []
     for plain, answer in zip(expected, answers):
         if answer.tokens != plain.tokens:
-            num_same = num_in_common(plain.text, answer.text)
+            num_same = num_in_common(plain.token_ids, answer.token_ids)
             gaps.append(gap_between_best(model, plain, num_same, options))
     if not gaps:
         return
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--against", metavar="MODEL", help="another model to compare with")
     args = parser.parse_args()
     ways = common.ways_to_decode(args)
-    one_token = {"tau": 1.0, "verify": False, "metric": "probability", "block_cache": None}
+    one_token = {"tau": 1.0, "metric": "probability", "block_cache": None}
     plain = replace(next(iter(ways.values())), **one_token)
     problems = common.read_problems(args.data, args.limit)
     model, chat = load(args.model, *find_device(args.device, args.dtype))
@@ -234,8 +235,8 @@ def main() -> None:
         num_masks, num_sure, num_wrong = first_masks(model, given)
         print(f"First masks: {num_sure / max(1, num_masks):.1%} pass {SURE}; ", end="")
         print(f"of these {num_wrong / max(1, num_sure):.1%} are wrong ({num_wrong} of {num_sure}).")
-    if "verify" in ways:
-        check_partings(model, answers["AR"], answers["verify"], ways["verify"])
+    if "lossless" in ways:
+        check_partings(model, answers["AR"], answers["lossless"], ways["lossless"])
 
 
 if __name__ == "__main__":

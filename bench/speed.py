@@ -1,6 +1,6 @@
 """Speed of decoding, and the cost of a training step: all settings in turn, in one run.
 
-    python -m bench.speed                   # AR, tau and --verify
+    python -m bench.speed                   # AR, tau and lossless
     python -m bench.speed --transformers    # and transformers' generate and its prompt lookup
     python -m bench.speed --block-caches    # the paper's Table 5: no cache, its cache, ours
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
@@ -165,10 +165,10 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
         for size in BLOCK_CACHES:
             ways[f"blocks of {size}"] = ours(tau=args.tau, block_cache=size)
         return ways
-    ways["verify"] = ours(verify=True)
+    ways["lossless"] = ours()
     if rows == 1:
-        ways["verify, no lookup"] = ours(verify=True)
-        ways["verify, no lookup"].decoder.method.looks_up = False
+        ways["lossless, no lookup"] = ours()
+        ways["lossless, no lookup"].decoder.method.looks_up = False
     return ways
 
 
@@ -208,14 +208,15 @@ def widths(model: Qwen2, args) -> None:
     """Print what a forward of one row costs after 200 tokens, by the number of its positions."""
     decoder = Decoder(model, Options(compile=args.compile), rows=1, longest=256)
     decoder.cache.lengths = [200]
+    decode = decoder.compiled_forward if args.compile else decoder.forward
 
     @torch.inference_mode()
     def forward(width: int) -> list:
-        fed = [(0, pos, pos + 1) for pos in range(200, 200 + width)]
-        fed = torch.tensor([fed], device=model.device)
+        inputs = [(0, pos, pos + 1) for pos in range(200, 200 + width)]
+        inputs = torch.tensor([inputs], device=model.device)
         columns = torch.arange(width - NUM_PREDICTIONS[width], width, device=model.device)[None]
         decoder.cache.reserve(width, [0])
-        return decoder.fast_forward(fed, columns, noise=None).tolist()
+        return decode(inputs, columns, noise=None).tolist()
 
     work = {f"{width}": functools.partial(forward, width) for width in NUM_PREDICTIONS}
     in_turn(work, 1, model.device)  # with --compile the second run, too, is slow
@@ -257,7 +258,7 @@ def main() -> None:
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
     add("--transformers", action="store_true", help="next to transformers' generate")
-    add("--block-caches", action="store_true", help="tau with the paper's cache, not --verify")
+    add("--block-caches", action="store_true", help="tau with the paper's cache, not lossless")
     add("--widths", action="store_true", help="what a forward of more positions costs, instead")
     add("--training", action="store_true", help="a step of --rows examples, instead")
     add("--tau", type=float, default=0.95, help="of MARS")

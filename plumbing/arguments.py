@@ -1,7 +1,6 @@
 """Command lines: errors in one line, numbers with a range, the options that every command has."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable
 from math import inf, isnan
@@ -45,28 +44,17 @@ class Parser(argparse.ArgumentParser):
         help = "(default: bfloat16 on cuda, else float32)"
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
 
-    def add_options(self, options: type, without: str = "") -> None:
-        """Add the fields of a dataclass of `option`s: block_cache becomes --block-cache."""
-        for field in dataclasses.fields(options):
-            if field.name == without:
-                continue
-            how = {"help": field.metadata["help"], "default": field.default}
-            if field.metadata["kind"] is bool:
-                how["action"] = "store_true"
-            else:
-                how["type"] = field.metadata["kind"]
-                how["choices"] = field.metadata["choices"]
-            self.add_argument(f"--{field.name.replace('_', '-')}", **how)
 
-
-def check_number(value: float, least: float, below: float) -> None:
-    """Raise ArgumentTypeError if not least <= value < below."""
-    if isnan(value):
-        raise argparse.ArgumentTypeError("must be a number, not nan")
+def problem_with(value: object, kind: type, least: float, below: float) -> str:
+    """What is wrong with a number that must be an int or a float with least <= value < below."""
+    is_number = isinstance(value, int if kind is int else int | float)
+    if not is_number or isinstance(value, bool) or isnan(value):
+        return f"must be a {'whole ' if kind is int else ''}number, not {value!r}"
     if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least:g}, not {value}")
+        return f"must be at least {least:g}, not {value}"
     if value >= below:
-        raise argparse.ArgumentTypeError(f"must be below {below:g}, not {value}")
+        return f"must be below {below:g}, not {value}"
+    return ""
 
 
 def number(kind: type = int, least: float = -inf, below: float = inf) -> Callable:
@@ -74,50 +62,24 @@ def number(kind: type = int, least: float = -inf, below: float = inf) -> Callabl
 
     def parse(text: str) -> float:
         value = kind(text)
-        check_number(value, least, below)
+        if problem := problem_with(value, kind, least, below):
+            raise argparse.ArgumentTypeError(problem)
         return value
 
     parse.__name__ = kind.__name__  # argparse says: invalid int value: 'x'
     return parse
 
 
-def option(default: object, help: str, kind=None, least=-inf, below=inf, choices=None):
-    """A field of a dataclass of options; `Parser.add_options` makes it a command-line option.
-
-    `check_options` checks its range or choices, on the command line and in Python.
-    """
-    kind = kind or type(default)  # only a default of None needs one
-    facts = {"help": help, "kind": kind, "least": least, "below": below, "choices": choices}
-    return dataclasses.field(default=default, metadata=facts)
-
-
-def read_options(args: argparse.Namespace, options: type) -> object:
-    """The dataclass of options that the command line asked for."""
-    return options(**{f.name: getattr(args, f.name) for f in dataclasses.fields(options)})
-
-
-def check_options(options: object) -> None:
-    """Raise UserError for a field with an impossible value."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        facts = field.metadata
-        if value is None and field.default is None:
-            continue
-        if facts["choices"] and value not in facts["choices"]:
-            words = ", ".join(facts["choices"])
-            raise UserError(f"{field.name}: must be one of {words}, not {value!r}")
-        if facts["kind"] in (int, float):
-            try:
-                check_number(value, facts["least"], facts["below"])
-            except argparse.ArgumentTypeError as error:
-                raise UserError(f"{field.name}: {error}") from None
+def check_number(name: str, value: object, kind: type, least=-inf, below=inf) -> None:
+    """Raise UserError if a value is not what `number` would let pass."""
+    if problem := problem_with(value, kind, least, below):
+        raise UserError(f"{name}: {problem}")
 
 
 def check_tau(tau: float, metric: str) -> None:
     """Raise UserError for an impossible tau."""
     most = 100 if metric == "entropy" else 1  # nats, more than any vocabulary gives
-    if not isinstance(tau, int | float):
-        raise UserError(f"tau {tau!r}: must be a number")
+    check_number("tau", tau, float)
     if not 0 <= tau <= most:
         raise UserError(f"tau {tau}: must be between 0 and {most} for the metric {metric}")
 
@@ -127,8 +89,7 @@ def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
     is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
     if not is_list or not all(isinstance(t, Integral) and 0 <= t < vocab_size for t in prompt):
         raise UserError(f"a prompt must be a list of token ids below {vocab_size}, at least one")
-    if not isinstance(max_new, int) or max_new < 1:
-        raise UserError(f"max_new {max_new!r}: must be a whole number, at least 1")
+    check_number("max_new", max_new, int, least=1)
 
 
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 
-def dice_of_rows(
-    seed: int, sequences: list, places: list[list[int]], shape: tuple, device: torch.device
-) -> Tensor:
-    """Dice (R, C, V), the shape: for the tokens at these places of each row's sequence."""
-    noise = torch.zeros(shape, device=device)
-    for of_row, sequence, of_sequence in zip(noise, sequences, places):
-        for of_column, place in zip(of_row, of_sequence):
-            of_column += dice(seed, sequence.index, place, len(of_column), device)
+def dice_of_rows(seed: int, wanted: list[tuple], columns: Tensor, num_tokens: int) -> Tensor:
+    """Dice (R, C, V) for columns (R, C); wanted: of each row its sequence, and a position each."""
+    noise = torch.zeros(*columns.shape, num_tokens, device=columns.device)
+    for of_row, (sequence, positions) in zip(noise, wanted):
+        for of_column, position in zip(of_row, positions):
+            of_column += dice(seed, sequence.index, position, num_tokens, noise.device)
     return noise
 
 

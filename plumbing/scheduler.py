@@ -14,7 +14,7 @@ class Sequence:
     def __init__(self, prompt: list[int], config, max_new: int, tau: float | None, index: int = 0):
         """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
         check_request(prompt, max_new, config.vocab_size)
-        self.text = [int(token) for token in prompt]  # then every accepted token
+        self.token_ids = [int(token) for token in prompt]  # then every accepted token
         self.prompt_length = len(prompt)
         self.max_new = int(max_new)
         self.tau = tau  # read before and after every forward: it may be set between two
@@ -29,7 +29,7 @@ class Sequence:
     @property
     def tokens(self) -> list[int]:
         """The accepted tokens, with the end-of-turn token if it came."""
-        return self.text[self.prompt_length :]
+        return self.token_ids[self.prompt_length :]
 
     @property
     def forwards(self) -> int:
@@ -41,15 +41,17 @@ class Sequence:
         for token in tokens:
             if self.done:
                 break
-            self.text.append(token)
+            self.token_ids.append(token)
             taken.append(token)
-            self.done = token in self.stop or len(self.text) == self.prompt_length + self.max_new
+            self.done = (
+                token in self.stop or len(self.token_ids) == self.prompt_length + self.max_new
+            )
         self.accepted.append(len(taken))
         self.widths.append(width)
         return taken
 
 
-Fed = tuple[int, int, int]  # token, pos and prefix (`visible` in model.py) of a position
+Position = tuple[int, int, int]  # token, pos and prefix: `visible` in model.py
 
 
 class Decision(NamedTuple):
@@ -61,17 +63,26 @@ class Method(Protocol):
     """How to decode. Threshold in decode.py is the paper's way, Lossless in lossless.py is ours."""
 
     widest: int  # the most positions of a row in a forward, prefills aside
-    metric: str  # how sure a position is: see `confidences` in decode.py
+    metric: str  # of confidence: `measure_confidence` in decode.py
+    confidence_has_dice: bool  # at a temperature: is confidence that of the scores, or of logits?
 
-    def feed(self, sequence: Sequence) -> list[Fed]:
+    def feed(self, sequence: Sequence) -> list[Position]:
         """What a forward is fed after the text: guesses and masks."""
 
-    def decide(self, sequence: Sequence, best: list[int], sure: list[float]) -> Decision:
-        """What is accepted. best: the token that each position predicts; sure: its confidence.
+    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
+        """What is accepted of the tokens that the positions predict, with their confidences.
 
         Position 0 is the last token of the text; the others are what `feed` gave. (For the metric
         entropy a lower confidence is surer.)
         """
+
+
+class Turn(NamedTuple):
+    """A row's part in the next forward."""
+
+    row: int  # of the cache
+    sequence: Sequence | None  # None: the row is idle
+    most_masks: int | None  # that may follow its text; None: the row is idle or waits
 
 
 class Scheduler:
@@ -85,31 +96,36 @@ class Scheduler:
         self.skip_idle = cache.device.type == "cpu" and not is_compiled
         self.waiting: deque[Sequence] = deque()
         self.sequences: list[Sequence | None] = [None] * rows  # in each row
+        self.held_back: list[Sequence] = []  # those whose row had to wait in the last forward
 
-    def schedule(self) -> tuple[list[int], list[Sequence | None], bool]:
-        """Who is in the next forward: rows of the cache, their sequences, and is it a prefill?
+    def schedule(self) -> tuple[list[Turn], bool]:
+        """The rows of the next forward, and is it a prefill? No rows: there is nothing to do.
 
-        A prefill has only rows that begin; any other forward has all rows, and a row that is idle
-        or must wait has None. On a CPU idle rows are left out once they are half of all: then to
-        copy the others' part of the cache costs less. No rows: there is nothing to do.
+        A prefill has only rows that begin. Any other forward has all rows, but on a CPU idle rows
+        are left out once they are half of all: until then, to copy the cache of the others into a
+        smaller one costs more than it saves.
         """
-        self.admit()
+        # A new text has an open cache block, so rows that wait already would wait for it, too.
+        if all(sequence.done for sequence in self.held_back):
+            self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
         new = [row for row in running if self.cache.lengths[row] < running[row].prompt_length]
+        rows = []
         if new:
             rows = self.that_fit(new)
-            return rows, [running[row] for row in rows], True
-        if not running:
-            return [], [], False
-        for row, sequence in enumerate(self.sequences):
-            if sequence and sequence.done:  # after `admit`, which may reuse what the row holds
-                self.sequences[row] = None
-                self.cache.begin(row)
-        waits = self.cache.rows_that_wait({row: len(each.text) for row, each in running.items()})
-        rows = list(range(len(self.sequences)))
-        if self.skip_idle and 2 * len(running) <= len(rows):
-            rows = list(running)
-        return rows, [None if row in waits else running.get(row) for row in rows], False
+        elif running:
+            for row, sequence in enumerate(self.sequences):
+                if sequence and sequence.done:  # after `admit`, which may reuse what the row holds
+                    self.sequences[row] = None
+                    self.cache.begin(row)
+            rows = list(range(len(self.sequences)))
+            if self.skip_idle and 2 * len(running) <= len(rows):
+                rows = list(running)
+        text_lengths = {row: len(running[row].token_ids) for row in rows if row in running}
+        most_masks = self.cache.most_masks(text_lengths)
+        self.held_back = [running[row] for row, most in most_masks.items() if most is None]
+        turns = [Turn(row, running.get(row), most_masks.get(row)) for row in rows]
+        return turns, bool(new)
 
     def admit(self) -> None:
         """Give each free row a waiting sequence."""
@@ -139,8 +155,8 @@ class Scheduler:
         """
         if self.sequences[row] is None:
             return 0
-        held = self.sequences[row].text[: self.cache.lengths[row]]
-        return num_in_common(held, new.text[:-1])
+        held = self.sequences[row].token_ids[: self.cache.lengths[row]]
+        return num_in_common(held, new.token_ids[:-1])
 
 
 def num_in_common(one: list[int], other: list[int]) -> int:

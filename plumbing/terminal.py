@@ -47,9 +47,9 @@ def note_mode(options) -> None:
     """Say on a terminal how the text will compare with that of tau 1; options: decode.Options."""
     if not sys.stderr.isatty():
         return
-    if options.verify:
-        note("lossless (--verify): the text of tau 1")
-    elif options.tau != 1 or options.metric == "entropy":
+    if options.is_lossless:
+        note("lossless: the text of tau 1, up to rounding")
+    elif not options.is_plain_ar:
         note(f"tau {options.tau:g}: the text may differ from that of tau 1")
 
 

@@ -33,7 +33,7 @@ def random_options(rng: random.Random) -> dict:
 
 
 def use_lossless(monkeypatch, groups: int, looks_up: bool = False) -> None:
-    """Let every `verify` have up to so many groups, in a batch on a CPU, too."""
+    """Let every lossless decoder have up to so many groups, in a batch on a CPU, too."""
 
     def method(block: int, mask_id: int, is_batch_on_cpu: bool) -> Lossless:
         made = Lossless(block, mask_id, is_batch_on_cpu=False)

@@ -68,10 +68,11 @@ def test_the_rule_before_the_change(copy):
     assert f" in {forwards} forwards" in run(command, copy)[-1]
 
 
-def test_top_p_keeps_verify_lossless(copy):
-    """With --verify the page's text is what the changed sampling says one token at a time."""
+def test_top_p_keeps_decoding_lossless(copy):
+    """The page's text is what the changed sampling says one token at a time."""
     diff, command, printed = BLOCKS[TOP_P]
-    plain = command.replace("--verify", "--tau 1")
+    assert "--tau" not in command
+    plain = command.replace("--prompt", "--tau 1 --prompt")
     assert "packs3" in run(plain, copy)[-2]  # before the change
     apply(diff, copy)
     assert run(plain, copy)[-2] == printed.splitlines()[0]

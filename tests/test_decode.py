@@ -1,6 +1,7 @@
 """Properties of decoding: the loop is the slow decoder, a row is alone, tau = 1 is plain AR."""
 
 import random
+from collections import deque
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from decoding import (
     random_options,
 )
 
-from decode import Decoder, Options, Sequence, Threshold, confidences, generate, naive
+from decode import Decoder, Options, Sequence, Threshold, generate, measure_confidence, naive
 from model import load
 from plumbing.errors import UserError
 
@@ -107,7 +108,7 @@ def test_acceptance_by_hand():
         "entropy": ([0.8979, 0.3251, 0.6931, 0.0], {0.3: 1, 0.4: 2, 0.7: 4}),
     }
     for metric, (expected, lengths) in by_hand.items():
-        confidence = confidences(probs, candidates, metric)
+        confidence = measure_confidence(probs, candidates, metric)
         assert confidence[0].tolist() == pytest.approx(expected, abs=1e-4)
         for tau, length in lengths.items():
             sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=9, tau=tau)
@@ -115,7 +116,7 @@ def test_acceptance_by_hand():
             decision = method.decide(sequence, candidates[0].tolist(), confidence[0].tolist())
             assert decision == (candidates[0, :length].tolist(), 0)
     drawn = torch.tensor([[1, 1, 0, 0]])  # at a temperature a candidate need not be the best
-    found = confidences(probs, drawn, "probability")
+    found = measure_confidence(probs, drawn, "probability")
     assert found[0].tolist() == pytest.approx([0.3, 0.1, 0.5, 1.0])
 
 
@@ -134,7 +135,7 @@ def test_a_confidence_of_tau_passes():
 
 def test_defaults():
     """Without a tau the text is AR's; B is that of the training."""
-    assert Options().verify and not Options(tau=0.9).verify
+    assert Options().is_lossless and not Options(tau=0.9).is_lossless
     model = tiny_model(random.Random(0))
     assert Decoder(model, Options(), 1, 10).block == 4
     model.config.block = 3
@@ -157,7 +158,7 @@ def test_a_one_token_row_among_others_stays_one():
 def test_a_tiny_temperature_is_greedy():
     """No overflow into NaN."""
     model = tiny_model(random.Random(1))
-    for options in ({"tau": 0.3}, {"verify": True}):
+    for options in ({"tau": 0.3}, {}):
         [cold] = generate(model, [[2, 3]], temperature=1e-40, max_new=20, **options)
         [greedy] = generate(model, [[2, 3]], max_new=20, **options)
         assert cold.tokens == greedy.tokens
@@ -213,6 +214,26 @@ def test_every_token_is_fed_once_and_streamed_once():
     assert generate(model, []) == []
 
 
+def test_a_row_that_waits_is_not_starved():
+    """A new text always has an open block: with one after another in the second row, the first
+    waited for ever."""
+    decoder = Decoder(endless_model(), Options(tau=1, block_cache=8), rows=2, longest=64)
+    long = decoder.add([2, 3], max_new=60)
+    for _ in range(200):
+        decoder.add([2, 3], max_new=7)
+    for _ in range(120):
+        decoder.step()
+    assert long.done
+    list(decoder)
+    assert decoder.scheduler.waiting == deque()
+    first, second = decoder.add([2, 3], max_new=20), decoder.add([2, 3], max_new=9)
+    while len(first.tokens) < 8:
+        decoder.step()
+    decoder.step()  # the first waits for the second
+    first.done = second.done = True
+    assert list(decoder) == [] and decoder.add([2, 3], max_new=5) in dict(decoder)
+
+
 def test_a_full_block_waits_for_the_others_and_costs_no_forward():
     """The paper's code pays one more forward per filled block; here the next feed commits it."""
     model = endless_model()
@@ -244,7 +265,6 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
         ({"tau": -0.1, "metric": "entropy"}, "tau -0.1: must be between 0 and 100"),
         ({"metric": None}, "metric: must be one of probability, margin, entropy"),
         ({"rows": 0}, "rows 0: must be at least 1"),
-        ({"verify": True, "tau": 0.9}, "--verify takes no --tau"),
         ({"metric": "entropy"}, "need a --tau"),
         ({"block_cache": 4}, "need a --tau"),
     ],

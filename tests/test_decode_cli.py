@@ -101,11 +101,13 @@ def test_an_answer_that_is_cut_says_so():
 
 
 def test_a_model_that_has_not_learnt_masks_says_so():
-    """With a tau; there is nothing to say without."""
+    """With a tau that is not AR's. It asked for tau < 1 alone; for entropy 0 is AR, 2 is not."""
     words = ["--prompt", PROMPT, "--max-new", 6, "--model", ROOT / "toy/sft"]
-    warning = "was not trained with masks: what a tau below 1 accepts is garbage"
-    assert warning in command("decode", *words, "--tau", 0.8).err
-    for others in (["--tau", 1], [], ["--tau", 0.8, "--block", 4]):
+    warning = "was not trained with masks: what this tau accepts is garbage"
+    entropy = ["--metric", "entropy"]
+    for others in (["--tau", 0.8], [*entropy, "--tau", 2]):
+        assert warning in command("decode", *words, *others).err
+    for others in (["--tau", 1], [], ["--tau", 0.8, "--block", 4], [*entropy, "--tau", 0]):
         assert warning not in command("decode", *words, *others).err
 
 

@@ -12,7 +12,7 @@ from model import visible
 
 def random_positions(rng: random.Random, start: int) -> list[tuple[int, int]]:
     """(pos, prefix) of a feed: clean tokens from `start` on, then blocks of masks, which see all of
-    them or fewer. So Decoder.advance and Lossless.feed make them."""
+    them or fewer. So Decoder.feed makes them."""
     end = start + rng.randint(1, 9)
     fed = [(pos, pos + 1) for pos in range(start, end)]
     block = rng.randint(1, 5)
@@ -68,7 +68,7 @@ def test_the_cache_refuses_what_does_not_fit():
         cache.begin(0, prompt_length=9, num_kept=5)
     cache.begin(0)
     assert cache.lengths == [0, 3]
-    assert cache.rows_that_wait({0: 4, 1: 5}) == set()
+    assert None not in cache.most_masks({0: 4, 1: 5}).values()
 
 
 def test_the_drawing_by_hand():

@@ -10,7 +10,7 @@ from common import EOS, ROOT, cases, prompt_length, random_prompt, tiny_model, t
 from decoding import alone, logits_after, mean, outcome, use_lossless
 
 from decode import Decoder, Options, generate
-from lossless import Lookup, State
+from lossless import Lookup, Lossless, Plan, likely_groups, likely_run, useful_masks
 from model import load
 from plumbing.sampling import dice
 
@@ -20,29 +20,41 @@ from plumbing.sampling import dice
 def test_what_is_planned_by_hand():
     """Guesses that hold with a probability of .2 and more, and the groups that are likely."""
 
-    def planned(*chances: float, most=9) -> tuple[list[int], list[int]]:
-        state = State()
-        state.plan(list(range(3, 3 + len(chances))), list(chances), most)
-        assert len(state.guesses) in state.groups or most == 1
-        return state.guesses, state.groups
+    def planned(*chances: float, most=9) -> tuple[int, list[int]]:
+        run = likely_run(list(chances))
+        groups = likely_groups(run, most)
+        assert len(run) in groups or most == 1
+        return len(run), groups
 
     # None holds: .3, one: .21, two: .147, three: .343
-    assert planned(0.7, 0.7, 0.7) == ([3, 4, 5], [0, 1, 3])
-    assert planned(0.7, 0.7, 0.7, most=1) == ([3, 4, 5], [3])
-    assert planned(0.5, 0.5, 0.1) == ([3, 4], [0, 1, 2])
-    assert planned(0.19, 1.0) == ([], [0])
-    assert planned() == ([], [0])
+    assert planned(0.7, 0.7, 0.7) == (3, [0, 1, 3])
+    assert planned(0.7, 0.7, 0.7, most=1) == (3, [3])
+    assert planned(0.5, 0.5, 0.1) == (2, [0, 1, 2])
+    assert planned(0.19, 1.0) == (0, [0])
+    assert planned() == (0, [0])
     rng = random.Random(0)
     for _ in cases(200, 5000):
         least = rng.choice([0, 0.5, 0.9])
         planned(*[rng.uniform(least, 1) for _ in range(rng.randint(1, 16))])
 
 
+def test_useful_masks_by_hand():
+    """B = 2 and two guesses: positions 3 and 4 are group 0, which saw none of them, and so on."""
+
+    def useful(*groups: int, held: int) -> list[int]:
+        return list(useful_masks(Plan(guesses=[8, 9], groups=list(groups)), held, block=2))
+
+    assert useful(0, 1, 2, held=1) == [5, 6]  # group 2 saw a guess that failed
+    assert useful(0, 1, 2, held=2) == [7, 8]
+    assert useful(0, 2, held=1) == [4]  # what the first mask of group 0 predicts is known
+    assert useful(0, held=2) == [] and useful(1, 2, held=0) == []
+
+
 def test_a_batch_on_a_cpu_has_one_group():
     """And no guesses from the text: every row would be as wide as the widest."""
     model = tiny_model(random.Random(0))
     for rows, groups in ((1, 4), (2, 1)):
-        method = Decoder(model, Options(verify=True, block=3), rows, longest=20).method
+        method = Decoder(model, Options(block=3), rows, longest=20).method
         assert (method.most_groups, method.looks_up) == (groups, rows == 1)
 
 
@@ -83,7 +95,7 @@ def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
         for rows in (1, 3):
             for most in num_forwards:
                 monkeypatch.setattr("lossless.MOST_LOOKED_UP", most)
-                found = generate(model, prompts, rows, verify=True, **options)
+                found = generate(model, prompts, rows, **options)
                 assert [s.tokens for s in found] == [s.tokens for s in plain], (seed, rows)
                 num_forwards[most] += sum(sequence.forwards for sequence in found)
     assert num_forwards[10] < 0.98 * num_forwards[0]
@@ -175,9 +187,9 @@ def test_text_and_forwards_by_hand(monkeypatch):
         prompts = [random_prompt(rng, prompt_length(rng)) for _ in range(4)]
         options = {"block": block, "max_new": rng.choice([1, 2, 7, 20, 40])}
         options |= {"temperature": rng.choice([0.0, 0.5, 1.0]), "seed": seed}
-        results = generate(model, prompts, rng.randint(1, 6), verify=True, **options)
+        results = generate(model, prompts, rng.randint(1, 6), **options)
         for index, (prompt, result) in enumerate(zip(prompts, results)):
-            one = alone(model, prompt, index, verify=True, **options)
+            one = alone(model, prompt, index, **options)
             by_hand = guessed_by_hand(model, prompt, groups=groups, index=index, **options)
             assert (one.tokens, one.accepted, one.widths) == by_hand, (seed, options)
             assert outcome(result) == outcome(one)
@@ -194,17 +206,19 @@ def test_any_groups_may_be_missing(monkeypatch):
     batches.
     """
     rng = random.Random(0)
-    plan = State.plan
+    decide = Lossless.decide
 
-    def sometimes_wrong(state, candidates, chances, most_groups):
+    def sometimes_wrong(self, sequence, tokens, confidences):
+        decision = decide(self, sequence, tokens, [1.0] * len(confidences))
+        plan = sequence.state
         if rng.random() < 0.3:
-            candidates = [(token + 1) % 8 for token in candidates]
-        plan(state, candidates, [1.0] * len(chances), most_groups)
-        some = [j for j in range(len(candidates) + 1) if rng.random() < 0.6]
-        state.groups = some[:most_groups]
+            plan.guesses = [(token + 1) % 8 for token in plan.guesses]
+        some = [j for j in range(len(plan.guesses) + 1) if rng.random() < 0.6]
+        plan.groups = some[: self.most_groups]
+        return decision
 
     use_lossless(monkeypatch, groups=5)
-    monkeypatch.setattr(State, "plan", sometimes_wrong)
+    monkeypatch.setattr(Lossless, "decide", sometimes_wrong)
     num_forwards = 0
     num_tokens = 0
     for seed in cases(20, 1000):
@@ -215,7 +229,7 @@ def test_any_groups_may_be_missing(monkeypatch):
         options |= {"temperature": case.choice([0.0, 1.0]), "seed": case.randrange(9)}
         plain = generate(model, prompts, tau=1, **options)
         for rows in (1, case.randint(2, 5)):
-            results = generate(model, prompts, rows, verify=True, **options)
+            results = generate(model, prompts, rows, **options)
             assert [a.tokens for a in results] == [a.tokens for a in plain], (seed, rows)
             num_tokens += sum(len(result.tokens) for result in results)
             num_forwards += sum(result.forwards for result in results)
@@ -228,7 +242,7 @@ def test_the_toy_model_says_what_it_says_one_token_at_a_time():
     prompts = toy_prompts(chat)[: len(cases(8, 100))]
     plain = generate(model, prompts, tau=1)
     for block, rows in itertools.product((2, 4, 8), (1, 8)):
-        results = generate(model, prompts, rows, block=block, verify=True)
+        results = generate(model, prompts, rows, block=block)
         assert [a.tokens for a in results] == [a.tokens for a in plain], (block, rows)
         least = 2.3 if block == 2 else 3
         forwards = sum(a.forwards for a in results)
@@ -273,7 +287,7 @@ def test_samples_are_those_of_plain_ar():
     model = tiny_model(random.Random(36), vocab_size=6)
     prompt = [2, 3, 4]
     draws = len(cases(4_000, 200_000))
-    options = {"temperature": 1.0, "verify": True, "block": 2, "max_new": 3}
+    options = {"temperature": 1.0, "block": 2, "max_new": 3}
     results = generate(model, [prompt] * draws, rows=1000, **options)
     counts = Counter(tuple(result.tokens) for result in results)
     num_held = sum(len(result.tokens) - result.forwards for result in results)

@@ -83,7 +83,7 @@ def assert_equal_answers(ours, theirs, prompt: torch.Tensor, **options) -> None:
         **options,
     )
     [sequence] = generate(ours, [prompt.tolist()], tau=1, max_new=24)
-    assert sequence.text == answer[0].tolist()
+    assert sequence.token_ids == answer[0].tolist()
     assert sequence.tokens == naive(ours, prompt.tolist(), tau=1, block=4, max_new=24)
 
 

@@ -48,7 +48,6 @@ BAD_OPTIONS = [
     ("decode --block-cache 0", "block_cache: must be at least 1, not 0"),
     ("decode --promt Hi", "there is no --promt (see --help)"),
     ("decode --block-cache 8", "--block-cache and --metric need a --tau"),
-    ("decode --verify --tau 0.9", "--verify takes no --tau"),
     ("decode --max-new 5000", "new ones exceed the"),
     ("decode --prompt ' '", "--prompt is empty"),
     (f"decode --prompt '{'plums ' * 3000}'", "new ones exceed the"),
@@ -129,7 +128,7 @@ REPLY = {"role": "assistant", "content": "Ho"}
         ({"messages": [TURN, REPLY]}, "in:2: the last message"),
         ({"prompt": " "}, "in:2: an empty prompt"),
         ({"prompt": "?", "tau": 2}, "in:2: tau 2: must be between 0 and 1"),
-        ({"prompt": "?", "tau": "0.7"}, "in:2: tau '0.7': must be a number"),
+        ({"prompt": "?", "tau": "0.7"}, "in:2: tau: must be a number, not '0.7'"),
     ],
 )
 def test_bad_files_of_prompts(here, content, message):

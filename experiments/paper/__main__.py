@@ -52,7 +52,7 @@ class Arm:
     program: str = "train.py"
 
 
-ALL_WAYS = (ONE, *PAPER, *OURS, *ENTROPY, *MARGIN, "verify")
+ALL_WAYS = (ONE, *PAPER, *OURS, *ENTROPY, *MARGIN, "lossless")
 ARMS = {
     "sft": Arm(ways=(ONE, "jacobi")),
     "ar": Arm(f"--objective sft {FAST}", num_seeds=3),
@@ -61,8 +61,8 @@ ARMS = {
     "mars-4-slow": Arm(f"--block 4 {SLOW}", num_seeds=3),
     "mars-4-long": Arm(f"--block 4 {FAST} --steps 1600"),
     "mars-4-heavy": Arm(f"--block 4 --ar-weight 4 {FAST}"),
-    "mars-8": Arm(f"--block 8 {FAST}", 8, (ONE, *PAPER, "verify")),
-    "mars-16": Arm(f"--block 16 {FAST}", 16, (ONE, *PAPER, "verify")),
+    "mars-8": Arm(f"--block 8 {FAST}", 8, (ONE, *PAPER, "lossless")),
+    "mars-16": Arm(f"--block 16 {FAST}", 16, (ONE, *PAPER, "lossless")),
     "no-clean-4": Arm(f"--block 4 --ar-weight 0 {FAST}"),
     "no-clean-16": Arm(f"--block 16 --ar-weight 0 {FAST}", 16),
     "diffusion": Arm(f"--block 4 {FAST}", ways=("diffusion",), program=DIFFUSION),
@@ -74,8 +74,8 @@ def decoding_options(way: str, block: int) -> dict:
 
     The paper's decoder with B reads B candidates, where B masks give B + 1: it is ours with B - 1.
     """
-    if way == "verify":
-        return {"block": block}  # without a tau
+    if way == "lossless":
+        return {"block": block}
     kind, tau = way.split()
     if kind in ("tau", "ours"):
         return {"block": block, "tau": float(tau)}

@@ -97,7 +97,7 @@ def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
     if len(prompt) > 1:
         answer.take([], width=len(prompt))  # a forward that gives nothing
     while not answer.done:
-        text = torch.tensor(prompt + answer.tokens, device=model.device)
+        text = torch.tensor(answer.token_ids, device=model.device)
         block = [mask_id] * model.config.block
         for _ in range(len(block)):
             blocks = torch.tensor([block], device=model.device)
@@ -120,10 +120,9 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
     answer = Sequence(prompt, model.config, max_new, tau=None)
     guesses = []
     while not answer.done:
-        text = prompt + answer.tokens
-        tokens = torch.tensor([text + guesses], device=model.device)
+        tokens = torch.tensor([answer.token_ids + guesses], device=model.device)
         positions = torch.arange(tokens.size(1), device=model.device)[None]
-        hidden = model(tokens, positions, None)[0, len(text) - 1 :]
+        hidden = model(tokens, positions, None)[0, len(answer.token_ids) - 1 :]
         predicted = model.logits(hidden).argmax(-1).tolist()
         num_held = num_in_common(predicted, guesses)
         answer.take(predicted[: num_held + 1], width=1 + len(guesses))

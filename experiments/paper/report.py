@@ -114,9 +114,9 @@ ADDED = {
     "B + 1 candidates": ("mars-4", OURS[0]),
     "the paper's B candidates": ("mars-4", PAPER[0]),
     "tau 1": ("mars-4", ONE),
-    "`--verify`": ("mars-4", "verify"),
-    "`--verify`, B = 8": ("mars-8", "verify"),
-    "`--verify`, B = 16": ("mars-16", "verify"),
+    "lossless": ("mars-4", "lossless"),
+    "lossless, B = 8": ("mars-8", "lossless"),
+    "lossless, B = 16": ("mars-16", "lossless"),
 }
 
 

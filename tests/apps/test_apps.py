@@ -45,7 +45,7 @@ def answers(monkeypatch):
 
 
 def prompt_of(sequence: Sequence) -> list[int]:
-    return sequence.text[: sequence.prompt_length]
+    return sequence.token_ids[: sequence.prompt_length]
 
 
 def test_a_conversation(monkeypatch, answers):
@@ -59,7 +59,7 @@ def test_a_conversation(monkeypatch, answers):
     assert done.out.count("The answer is 43.") == 2  # again after /reset
     first, second, third = answers
     assert prompt_of(third) == prompt_of(first)
-    assert second.text[: len(first.text)] == first.text
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids
     assert first.widths[0] == len(prompt_of(first)) + 4  # all of it, and the masks
     assert second.widths[0] < 20 and third.widths[0] == 1  # only what is new
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
@@ -99,16 +99,16 @@ def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
     first, second = answers
     assert done.status == 0 and "Traceback" not in done.err
     assert first.done and first.forwards == 3 and second.forwards > 3
-    assert second.text[: len(first.text)] == first.text
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids
     [alone] = generate(load(str(ROOT / "toy/mars"))[0], [prompt_of(second)], tau=0.8)
     assert second.tokens == alone.tokens
 
 
 def test_a_conversation_without_a_knob(monkeypatch):
-    """--verify takes no tau, and each answer is that of tau 1."""
+    """There is no tau to set, and each answer is that of tau 1."""
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=["/tau 0.5", PROMPT, EOFError]))
-    done = command("apps.chat", *MARS, "--verify")
-    assert "error: --verify takes no tau: start the conversation with --tau" in done.err
+    done = command("apps.chat", *MARS)
+    assert "error: there is no tau to set: start the conversation with --tau" in done.err
     assert done.out == command("decode", *MARS, "--prompt", PROMPT, "--tau", 1).out
 
 

@@ -121,7 +121,7 @@ def test_logits_and_answers_are_those_of_transformers(directory, theirs):
         assert torch.allclose(found, theirs(tokens).logits[0, :, others], atol=1e-3)
         assert torch.allclose(found, again(tokens).logits[0, :, others], atol=1e-3)
         [answer] = generate(ours, [prompt], tau=1, max_new=24)
-        [checked] = generate(ours, [prompt], max_new=24, verify=True)
+        [checked] = generate(ours, [prompt], max_new=24)
         how = {"max_new_tokens": 24, "do_sample": False, "suppress_tokens": [MASK]}
         expected = again.generate(tokens, attention_mask=torch.ones_like(tokens), **how)
         assert answer.tokens == checked.tokens == expected[0, len(prompt) :].tolist()

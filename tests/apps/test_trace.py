@@ -2,17 +2,14 @@
 
 import json
 import re
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 from commands import MARS, PROMPT, command, is_refused
 from common import ROOT, toy_prompts
 
-from apps.trace import TracedMethod, make_page, trace
+from apps.trace import make_page, trace
 from decode import Decoder, Options, generate
 from model import load
-from plumbing.scheduler import Decision
 
 SETTINGS = [
     {"tau": 0.8},
@@ -20,8 +17,8 @@ SETTINGS = [
     {"tau": 0.4, "metric": "margin", "block_cache": 8},
     {"tau": 0.3, "metric": "entropy"},
     {"tau": 0.6, "temperature": 1.0},
-    {"verify": True},
-    {"verify": True, "temperature": 1.0},
+    {},
+    {"temperature": 1.0},
     {"tau": 0.8, "max_new": 23},
     {"tau": 1.0},
 ]
@@ -46,9 +43,9 @@ def facts_of(page: str) -> dict:
 
 
 def assert_follows(forward: dict, following: dict, options: Options) -> None:
-    """What passed tau is what was accepted; with verify, what the next forward checked."""
+    """What passed tau is what was accepted; lossless, what the next forward checked."""
     tokens = [token for token, _ in forward["candidates"]]
-    if options.verify:
+    if options.is_lossless:
         assert following["checked"] == tokens[: forward["passed"]] + forward["looked_up"]
         assert forward["tokens"][: forward["held"]] == forward["checked"][: forward["held"]]
         assert len(forward["tokens"]) == forward["held"] + 1
@@ -81,28 +78,8 @@ def test_the_page_says_what_a_decoder_does_that_nobody_watches(toy, settings):
         assert sum(answer.accepted) > answer.forwards or options.tau == 1
         for forward, following in zip(forwards, forwards[1:]):
             assert_follows(forward, following, options)
-    if options.verify:
+    if options.is_lossless:
         assert any(forward["held"] for forward in forwards)
-
-
-def test_guesses_come_from_masks_that_saw_no_failure():
-    """Two guesses: the groups saw 0, 1 and 2 of them, B = 2. One holds, so the second group's masks
-    count: they predict the tokens after the model's own."""
-    chat = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda tokens, **_: str(tokens[0])))
-    groups = [[(1, pos, prefix) for pos in (prefix, prefix + 1)] for prefix in (5, 6, 7)]
-    fed = [(20, 5, 6), (21, 6, 7), *groups[0], *groups[1], *groups[2]]
-    inner = SimpleNamespace(widest=9, metric="probability")
-    inner.feed = mock.Mock(side_effect=[fed, [(34, 7, 8), (99, 8, 9)]])
-    inner.decide = mock.Mock(return_value=Decision([20, 50], num_held=1))
-    method = TracedMethod(inner, verify=True, chat=chat)
-    sequence = SimpleNamespace(text=[2, 3, 4, 5, 6])
-    method.feed(sequence)
-    best = [20, 50, 51, 32, 33, 34, 35, 36, 37]
-    method.decide(sequence, best, sure=[number / 100 for number in best])
-    [facts] = method.forwards
-    assert facts["checked"] == ["20", "21"] and (facts["masks"], facts["groups"]) == (6, 3)
-    assert facts["candidates"] == [("34", 0.34), ("35", 0.35)] and facts["first"] == 0
-    assert facts["passed"] == 1 and facts["looked_up"] == ["99"]
 
 
 def test_no_text_becomes_html(toy):

@@ -73,8 +73,10 @@ def test_nats_are_the_cross_entropy_of_transformers(toy):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "toy/mars", dtype="float32")
     for answer in generate(model, toy_prompts(chat, 3), tau=0.5, max_new=30):
         labels = [-100] * answer.prompt_length + answer.tokens  # -100: does not count
-        expected = theirs(torch.tensor([answer.text]), labels=torch.tensor([labels])).loss.item()
-        nats, _ = quality.predict(model, answer.text, answer.prompt_length)
+        expected = theirs(
+            torch.tensor([answer.token_ids]), labels=torch.tensor([labels])
+        ).loss.item()
+        nats, _ = quality.predict(model, answer.token_ids, answer.prompt_length)
         assert nats.mean().item() == pytest.approx(expected, rel=1e-3)
 
 
@@ -85,16 +87,16 @@ def test_how_well_given_responses_are_predicted(toy):
     [answer] = generate(model, common.encode(chat, [problem]), tau=1.0)
     row = problem | {"response": chat.decode(answer.tokens)}
     [given] = quality.given_responses(model, chat, [row])
-    assert given.tokens == answer.text
+    assert given.tokens == answer.token_ids
     other, _ = load(str(ROOT / "toy/mars"))
     other.model.norm.weight *= 0.5  # less sure
-    nats = quality.predict(model, answer.text, answer.prompt_length)[0].mean()
-    more = quality.predict(other, answer.text, answer.prompt_length)[0].mean() - nats
+    nats = quality.predict(model, answer.token_ids, answer.prompt_length)[0].mean()
+    more = quality.predict(other, answer.token_ids, answer.prompt_length)[0].mean() - nats
     expected = f"{nats:.3f} nats/token; greedy would have chosen 100.0% of their tokens; "
     expected += f"{-more:+.3f} nats/token (95 %: {-more:+.3f} to {-more:+.3f})"
     assert more > 0 and quality.prediction(model, [given], other) == expected
     [cut] = quality.given_responses(model, chat, [row | {"finish_reason": "length"}])
-    assert cut.tokens == answer.text[:-1]
+    assert cut.tokens == answer.token_ids[:-1]
     assert quality.given_responses(model, chat, [row, {"prompt": "a"}]) == []
 
 
@@ -159,10 +161,10 @@ def test_another_tokenizer_would_read_other_text(tmp_path):
 
 @pytest.mark.parametrize("drawn", [(), ("--temperature", 1, "--seed", 3)], ids=["greedy", "drawn"])
 def test_verified_answers_are_those_of_ar(drawn):
-    status, out, _ = command("bench.quality", *TOY, "--verify", "--limit", 12, *drawn)
+    status, out, _ = command("bench.quality", *TOY, "--limit", 12, *drawn)
     [table] = tables(out)
-    assert status == 0 and list(table) == ["AR", "verify"] and "parted" not in out
-    assert table["verify"][-1] == "12 of 12" and float(table["verify"][2]) > 1.5
+    assert status == 0 and list(table) == ["AR", "lossless"] and "parted" not in out
+    assert table["lossless"][-1] == "12 of 12" and float(table["lossless"][2]) > 1.5
 
 
 def test_the_gap_where_sampled_answers_part():
@@ -171,12 +173,12 @@ def test_the_gap_where_sampled_answers_part():
     options = Options(temperature=1.5, tau=1, seed=7, max_new=20)
     prompts = toy_prompts(chat, 3)
     [*_, answer] = generate(model, prompts, **vars(options))
-    for num_tokens in range(len(prompts[2]), len(answer.text)):
-        text = torch.tensor([answer.text[:num_tokens]])
+    for num_tokens in range(len(prompts[2]), len(answer.token_ids)):
+        text = torch.tensor([answer.token_ids[:num_tokens]])
         logits = model.logits(model(text, torch.arange(num_tokens)[None], None)[0, -1:])[0]
         scores = logits + 1.5 * dice(7, 2, num_tokens, *logits.shape, logits.device)
         best, second = scores.sort(descending=True).values[:2]
-        assert scores.argmax() == answer.text[num_tokens]
+        assert scores.argmax() == answer.token_ids[num_tokens]
         found = quality.gap_between_best(model, answer, num_tokens, options)
         assert found == pytest.approx((best - second).item())
 
@@ -188,16 +190,16 @@ def test_the_gap_where_sampled_answers_part():
 def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, num_ties):
     """It fails the command, unless it parted at a tie or bfloat16 may be the reason."""
 
-    def wrong(*words, verify, **options):
-        answers = generate(*words, verify=verify, **options)
-        if verify:
-            answers[0].text[answers[0].prompt_length + 3] += 1
+    def wrong(*words, tau, **options):
+        answers = generate(*words, tau=tau, **options)
+        if tau is None:
+            answers[0].token_ids[answers[0].prompt_length + 3] += 1
         return answers
 
     monkeypatch.setattr(quality, "generate", wrong)
     monkeypatch.setattr(quality, "TIE", tie)
-    done = command("bench.quality", *TOY, "--verify", "--limit", 3, "--dtype", dtype)
-    assert done.status == status and tables(done.out)[0]["verify"][-1] == "2 of 3"
+    done = command("bench.quality", *TOY, "--limit", 3, "--dtype", dtype)
+    assert done.status == status and tables(done.out)[0]["lossless"][-1] == "2 of 3"
     assert f"1 answers parted from AR's, {num_ties} of them at a tie" in done.out
 
 
@@ -210,9 +212,11 @@ def test_the_table_of_speeds():
     status, out, _ = command("bench.speed", *TOY, "--limit", 4, "--rows", 1, "--rounds", 1)
     [table] = tables(out)
     assert status == 0 and number(table["AR"][1]) == 1 and number(table["AR"][POSITIONS]) == 1
-    assert number(table["verify"][TOKENS]) > number(table["tau 0.95"][TOKENS]) > 2
-    assert 25 > number(table["verify"][POSITIONS]) > number(table["verify, no lookup"][POSITIONS])
-    for name in ("AR", "verify", "verify, no lookup"):
+    assert number(table["lossless"][TOKENS]) > number(table["tau 0.95"][TOKENS]) > 2
+    assert (
+        25 > number(table["lossless"][POSITIONS]) > number(table["lossless, no lookup"][POSITIONS])
+    )
+    for name in ("AR", "lossless", "lossless, no lookup"):
         assert table[name][SAME] == "4 of 4", "the text of AR"
 
 
@@ -235,7 +239,7 @@ def test_next_to_transformers(monkeypatch):
     status, out, err = command("bench.speed", *TOY, "--transformers", *words)
     assert status == 0, err
     alone, batch = tables(out)
-    assert alone.keys() - batch.keys() == {"prompt lookup", "verify, no lookup"}
+    assert alone.keys() - batch.keys() == {"prompt lookup", "lossless, no lookup"}
     assert alone["transformers"][1] == alone["AR"][2] == "1.00 (1.00 to 1.00)"
     for cells in [*alone.values(), *batch.values()]:
         assert cells[SAME] == "3 of 3", "the text of transformers"

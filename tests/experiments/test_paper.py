@@ -29,7 +29,7 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(paper, "write_report", lambda paths, out: None)
     monkeypatch.setattr(sys, "argv", ["paper"])
-    ways = (ONE, "paper 0.5", "ours 0.5", "entropy 0.1", "verify")
+    ways = (ONE, "paper 0.5", "ours 0.5", "entropy 0.1", "lossless")
     mars = replace(paper.ARMS["mars-4"], ways=ways, num_seeds=1)
     arms = {"mars-4": mars, "diffusion": paper.ARMS["diffusion"]}
     monkeypatch.setattr(paper, "ARMS", arms)
@@ -44,8 +44,8 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
     decoded = records["mars-4"]["decoded"]
     assert list(decoded) == list(ways)
     assert decoded[ONE]["tokens"] == decoded[ONE]["forwards"]
-    assert decoded["verify"]["right"] == decoded[ONE]["right"]
-    assert decoded["verify"]["forwards"] < decoded[ONE]["forwards"]
+    assert decoded["lossless"]["right"] == decoded[ONE]["right"]
+    assert decoded["lossless"]["forwards"] < decoded[ONE]["forwards"]
     # The last mask gives tokens that the paper's decoder does not read.
     mine, papers = decoded["ours 0.5"], decoded["paper 0.5"]
     assert mine["tokens"] / mine["forwards"] > papers["tokens"] / papers["forwards"]
@@ -55,7 +55,7 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
 
 
 def test_the_committed_records_draw_the_committed_report(tmp_path, monkeypatch):
-    """Except for the intervals, whose samples NumPy draws. And --verify is as right as AR."""
+    """Except for the intervals, whose samples NumPy draws. And lossless is as right as AR."""
     shutil.copytree(paper.RESULTS / "cache", tmp_path / "cache")
     monkeypatch.setattr(paper, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["paper"])
@@ -68,7 +68,7 @@ def test_the_committed_records_draw_the_committed_report(tmp_path, monkeypatch):
     assert made == committed
     for seed in range(3):
         decoded = json.loads(paper.record_path("mars-4", seed).read_text())["decoded"]
-        assert decoded["verify"]["right"] == decoded[ONE]["right"]
+        assert decoded["lossless"]["right"] == decoded[ONE]["right"]
 
 
 def test_intervals():

@@ -1,40 +1,14 @@
 """Options that are built in Python: the rules of the command line hold for them, too."""
 
 import contextlib
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from common import endless_model
 
 from decode import Decoder, Options
-from plumbing.arguments import check_options, check_tau, option
+from plumbing.arguments import check_tau
 from plumbing.errors import UserError
-
-
-@dataclass
-class Reader:
-    """What a reader of docs/change-it.md may add."""
-
-    penalty: float = option(0.0, "a number with a range", least=0, below=2)
-    order: str = option("first", "one of several words", choices=("first", "last"))
-    limit: int | None = option(None, "nothing, or a number", kind=int, least=1)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (Reader(penalty=-1), "penalty: must be at least 0, not -1"),
-        (Reader(penalty=2), "penalty: must be below 2, not 2"),
-        (Reader(penalty=float("nan")), "penalty: must be a number, not nan"),
-        (Reader(limit=0), "limit: must be at least 1"),
-        (Reader(order="nonsense"), "order: must be one of first, last, not 'nonsense'"),
-    ],
-)
-def test_options_that_are_refused(options, message):
-    check_options(Reader(penalty=1.9, order="last", limit=1))  # in their ranges
-    with pytest.raises(UserError, match=message):
-        check_options(options)
 
 
 @pytest.mark.parametrize(

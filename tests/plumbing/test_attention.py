@@ -65,8 +65,8 @@ def test_compiled_is_eager(monkeypatch):
         prompts = [random_prompt(rng, rng.randint(1, 40)) for _ in range(5)]
         options = {"rows": 2, "block": rng.randint(1, 4), "max_new": 30}
         options["temperature"] = rng.choice([0.0, 1.0])
-        for way in ({"tau": 1}, {"verify": True}, {"tau": 1, "block_cache": 6}):
-            taus = [None] * 5 if way == {"verify": True} else [0.2, 1.0, 0.3, 0.2, 1.0]
+        for way in ({"tau": 1}, {}, {"tau": 1, "block_cache": 6}):
+            taus = [None] * 5 if way == {} else [0.2, 1.0, 0.3, 0.2, 1.0]
             eager = decode_each(model, prompts, taus, **options, **way)
             static = decode_each(model, prompts, taus, **options, **way, compile=True)
             assert list(map(outcome, static)) == list(map(outcome, eager))

@@ -74,7 +74,7 @@ def test_a_new_decoder_uses_the_weights_as_they_are_then(dtype):
 
 def test_bfloat16_on_an_older_cpu():
     """Without bfloat16 in oneDNN (before AVX-512) a model decodes in its plain layout, slowly."""
-    words = ("decode.py", *MARS, "--dtype", "bfloat16", "--device", "cpu", "--verify")
+    words = ("decode.py", *MARS, "--dtype", "bfloat16", "--device", "cpu")
     done = process(*words, "--prompt", PROMPT, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.status == 0 and "The answer is 43." in done.out, done.err
     assert "this CPU is slow in bfloat16: --dtype float32" in done.err

@@ -82,7 +82,7 @@ def test_what_a_row_still_holds_is_not_fed_again():
             else:
                 assert spared < held
             num_spared += spared > 0
-            prompt = sequence.text + random_prompt(rng, rng.randint(0, 3))
+            prompt = sequence.token_ids + random_prompt(rng, rng.randint(0, 3))
             if turn == 1:  # the user takes back the last tokens
                 prompt = prompt[: rng.randint(1, held)]
     assert num_spared > 20
