@@ -262,7 +262,8 @@ class Qwen2(nn.Module):
         plumbing/processes.py can register it: FSDP then gathers the head once for all chunks.)
         """
         num_chunks = math.ceil(len(tensors[0]) * self.config.vocab_size / LOGITS_AT_A_TIME)
-        chunks = list(zip(*(tensor.chunk(max(1, num_chunks)) for tensor in tensors)))
+        parts = [tensor.chunk(max(1, num_chunks)) for tensor in tensors]  # of each tensor
+        chunks = [[part[i] for part in parts] for i in range(len(parts[0]))]  # of all together
         results = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
         results.append(function(*chunks[-1]))
         return torch.cat(results)

@@ -13,8 +13,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.batch")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 from tqdm import tqdm
 

@@ -9,8 +9,8 @@ so each turn feeds only what is new.
 import contextlib
 import sys
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.chat")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 from decode import Decoder, Options, add_options, load_for_decoding, read_options
 from model import Qwen2

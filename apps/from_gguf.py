@@ -6,12 +6,11 @@
 The weights in such a file have no checksum: a damaged number among them is not noticed.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.from_gguf")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
@@ -49,7 +48,7 @@ WORDS = (  # how Qwen2 cuts a text into words
 )
 
 
-def read_config(fields: dict) -> dict:
+def config_of(fields: dict) -> dict:
     """config.json, except for `tie_word_embeddings`, which only the tensors tell."""
     family = fields["general.architecture"]
     rules = fields["tokenizer.ggml.pre"]
@@ -57,13 +56,13 @@ def read_config(fields: dict) -> dict:
         raise ValueError(f"a {family} with the tokenizer of {rules}")
     if f"{family}.rope.scaling.type" in fields:
         raise ValueError("scaled rotary angles are not supported")
-    words = fields["tokenizer.ggml.tokens"]
+    tokens = fields["tokenizer.ggml.tokens"]
     ends = [fields["tokenizer.ggml.eos_token_id"]]
     if family == "qwen2":  # its own generation_config.json has this one as well
-        ends.append(words.index("<|endoftext|>"))
+        ends.append(tokens.index("<|endoftext|>"))
     return {
         "model_type": family,
-        "vocab_size": len(words),
+        "vocab_size": len(tokens),
         "hidden_size": fields[f"{family}.embedding_length"],
         "intermediate_size": fields[f"{family}.feed_forward_length"],
         "num_hidden_layers": fields[f"{family}.block_count"],
@@ -71,60 +70,77 @@ def read_config(fields: dict) -> dict:
         "num_key_value_heads": fields[f"{family}.attention.head_count_kv"],
         "max_position_embeddings": fields[f"{family}.context_length"],
         "rope_theta": fields[f"{family}.rope.freq_base"],
-        "rms_norm_eps": round(fields[f"{family}.attention.layer_norm_rms_epsilon"], 9),
+        "rms_norm_eps": round(fields[f"{family}.attention.layer_norm_rms_epsilon"], 9),  # float32
         "eos_token_id": ends,
     }
 
 
-def read_tokenizer(fields: dict) -> Tokenizer:
+def tokenizer_of(fields: dict) -> Tokenizer:
     """Byte-level BPE, after SmolLM2's or Qwen2's rules of what a word is."""
-    words = list(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]))
-    # Unused tokens are names for rows that pad the embedding: <|mask|> gets the first of these.
-    ids = {word: id for id, (word, kind) in enumerate(words) if kind != UNUSED}
+    ids = {}
+    added = []
+    types = fields["tokenizer.ggml.token_type"]
+    for id, (token, kind) in enumerate(zip(fields["tokenizer.ggml.tokens"], types)):
+        if kind == UNUSED:  # the name of a row of padding: <|mask|> gets the first of these
+            continue
+        ids[token] = id
+        if kind in (CONTROL, USER_DEFINED):
+            added.append(AddedToken(token, normalized=False, special=kind == CONTROL))
     if len(ids) != max(ids.values()) + 1:
         raise ValueError("the vocabulary has a token twice, or gaps")
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(ids, merges))
     if fields["tokenizer.ggml.pre"] == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-        rules = [
-            Split(Regex(WORDS), "isolated"),
-            ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        words = Split(Regex(WORDS), "isolated")
+        to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
     else:
-        rules = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    tokenizer.pre_tokenizer = Sequence(rules)
+        words = Digits(individual_digits=True)
+        to_bytes = ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    for word, kind in words:
-        if kind == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(word, normalized=False)])
+    tokenizer.add_tokens(added)
     return tokenizer
 
 
-def read_weights(tensors: list, config: dict) -> dict[str, Tensor]:
+def chat_of(fields: dict, folder: Path) -> Chat:
+    """The tokenizer and the chat template, by way of a checkpoint's files in `folder`."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # transformers: take tokenizer.json as is
+        "eos_token": fields["tokenizer.ggml.tokens"][fields["tokenizer.ggml.eos_token_id"]],
+        "chat_template": fields.get("tokenizer.chat_template"),
+    }
+    tokenizer_of(fields).save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", settings)
+    return Chat(folder)
+
+
+def weights_of(tensors: list, config: dict) -> dict[str, Tensor]:
     """All weights in bfloat16, by their names in a checkpoint; tensors: a GGUFReader's."""
     from gguf.quants import dequantize
 
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
-    for packed in tqdm(tensors, "unpacking", leave=False, disable=None):
-        weight = torch.from_numpy(dequantize(packed.data, packed.tensor_type).copy())
-        *layer, name, kind = packed.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
+    for tensor in tqdm(tensors, "unpacking", leave=False, disable=None):
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        *layer, name, kind = tensor.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
         if config["model_type"] == "llama" and name in heads:
             # llama.cpp puts the two numbers that are rotated side by side: not so in a Qwen2.
             pairs = weight.unflatten(0, (heads[name], -1, 2))  # (heads, head_dim / 2, 2, D)
             weight = pairs.transpose(1, 2).reshape(weight.shape)
         prefix = f"model.layers.{layer[1]}." if layer else ""
         weights[f"{prefix}{NAMES[name]}.{kind}"] = weight.bfloat16()
-    if HEAD in weights and (weights[HEAD] - weights[EMBEDDING]).norm() < 0.5 * weights[HEAD].norm():
-        # They were one matrix, rounded twice: the one in more bits serves for both.
-        num_bytes = {packed.name: packed.n_bytes for packed in tensors}
+    return weights
+
+
+def tie_head(weights: dict[str, Tensor], tensors: list) -> None:
+    """Remove a head that is the embedding, rounded otherwise; keep the one that has more bits."""
+    difference = weights[HEAD] - weights[EMBEDDING]
+    if difference.norm() < 0.5 * weights[HEAD].norm():
+        num_bytes = {tensor.name: tensor.n_bytes for tensor in tensors}
         if num_bytes["output.weight"] > num_bytes["token_embd.weight"]:
             weights[EMBEDDING] = weights[HEAD]
         del weights[HEAD]
-    return weights
 
 
 def check(file: Path, config: dict, weights: dict[str, Tensor]) -> None:
@@ -149,18 +165,13 @@ def unpack(file: Path, directory: Path) -> None:
     ):
         content = GGUFReader(file)
         fields = {name: field.contents() for name, field in content.fields.items()}
-        config = read_config(fields)
-        weights = read_weights(content.tensors, config)
+        config = config_of(fields)
+        weights = weights_of(content.tensors, config)
+        if HEAD in weights:
+            tie_head(weights, content.tensors)
         config["tie_word_embeddings"] = HEAD not in weights
         check(file, config, weights)
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # transformers: take tokenizer.json as is
-            "eos_token": fields["tokenizer.ggml.tokens"][config["eos_token_id"][0]],
-            "chat_template": fields.get("tokenizer.chat_template"),
-        }
-        read_tokenizer(fields).save(f"{folder}/tokenizer.json")
-        write_json(Path(folder) / "tokenizer_config.json", settings)
-        chat = Chat(Path(folder))
+        chat = chat_of(fields, Path(folder))
     save(directory, config, chat, weights)
 
 

@@ -22,8 +22,8 @@ squared intermediate_size, 5 GiB for a 0.5B.
 
 import sys
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.low_rank")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 import functools
 from collections import Counter

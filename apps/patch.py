@@ -15,14 +15,13 @@ kept whole. The file is a safetensors file, compressed as gzip does, which also 
 import gzip
 import hashlib
 import json
-import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.patch")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 import safetensors.torch
 import torch

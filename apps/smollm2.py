@@ -7,12 +7,11 @@ The package carries the weights in 4 bits. smollm2/README.md says how the patch 
 """
 
 import importlib.util
-import sys
 import tempfile
 from pathlib import Path
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.smollm2")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 from apps.from_gguf import unpack
 from apps.patch import apply

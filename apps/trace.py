@@ -7,11 +7,10 @@ The page is one file without network access. Its facts are a JSON object in its 
 """
 
 import json
-import sys
 from pathlib import Path
 
-if not __package__:  # as a file it does not find the modules beside apps/
-    sys.exit("error: run it from the project's folder: python -m apps.trace")
+if not __package__:
+    import as_file  # noqa: F401 - says how to run it, and exits
 
 from decode import Decoder, Options, add_options, load_for_decoding, read_options
 from plumbing.arguments import Parser

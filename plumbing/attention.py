@@ -78,11 +78,11 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def block_mask(visible: Callable, pos: Tensor, prefix: Tensor, doc: Tensor) -> BlockMask:
-    """The mask rule `visible` on all pairs of positions (R, T), for `attend_flex`."""
+def block_mask(rule: Callable[..., Tensor], pos: Tensor, prefix: Tensor, doc: Tensor) -> BlockMask:
+    """A mask rule (model.visible) on all pairs of positions (R, T), for `attend_flex`."""
 
     def mask_mod(b, head, q, k):
-        return visible(pos[b, q], prefix[b, q], doc[b, q], pos[b, k], prefix[b, k], doc[b, k])
+        return rule(pos[b, q], prefix[b, q], doc[b, q], pos[b, k], prefix[b, k], doc[b, k])
 
     R, T = pos.shape
     return create_block_mask(mask_mod, R, None, T, T, device=pos.device)

@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields
 from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 from .errors import UserError
 from .files import read_json
@@ -14,9 +15,11 @@ MODEL_TYPES = {  # in config.json: what the model becomes here
     "llama": "qwen2",  # one whose biases are zero: model.load_model adds these
 }
 
+Config = TypeVar("Config")  # model.Config: model.py imports this file, so it passes the class on
 
-def read_config(directory: Path, kind: type) -> object:
-    """A model.Config (`kind`) from config.json; UserError for settings that are not supported."""
+
+def read_config(directory: Path, kind: type[Config]) -> Config:
+    """The configuration in config.json; UserError for settings that are not supported."""
     path = directory / "config.json"
     raw = read_json(path)
     generation = directory / "generation_config.json"
@@ -30,16 +33,16 @@ def read_config(directory: Path, kind: type) -> object:
         raise UserError(f"{path}: {error}") from None
 
 
-def parse_config(raw: dict, kind: type) -> dict:
+def parse_config(raw: dict, kind: type[Config]) -> dict:
     """The fields of `kind` from the JSON object `raw`; ValueError for unsupported values."""
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    require("model_type", raw.get("model_type"), *MODEL_TYPES)
+    check_supported("model_type", raw.get("model_type"), *MODEL_TYPES)
     if raw["model_type"] in ("llama", "qwen3"):
-        require("attention_bias", raw.get("attention_bias") or False, False)
-        require("mlp_bias", raw.get("mlp_bias") or False, False)
-    require("hidden_act", raw.get("hidden_act", "silu"), "silu")
-    require("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
-    require("sliding-window attention", raw.get("use_sliding_window") or False, False)
+        check_supported("attention_bias", raw.get("attention_bias") or False, False)
+        check_supported("mlp_bias", raw.get("mlp_bias") or False, False)
+    check_supported("hidden_act", raw.get("hidden_act", "silu"), "silu")
+    check_supported("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
+    check_supported("sliding-window attention", raw.get("use_sliding_window") or False, False)
 
     eos = raw.get("eos_token_id")
     found = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
@@ -49,14 +52,14 @@ def parse_config(raw: dict, kind: type) -> dict:
     return {f.name: found[f.name] for f in fields(kind) if found.get(f.name) is not None}
 
 
-def require(name: str, value: object, *supported: object) -> None:
+def check_supported(name: str, value: object, *supported: object) -> None:
     if value not in supported:
         alternatives = " or ".join(map(str, supported))
         raise ValueError(f"{name} {value!r} is not supported, only {alternatives}")
 
 
-def check_config(config) -> None:
-    """Raise ValueError for values of a model.Config that are impossible."""
+def check_config(config: Config) -> None:
+    """Raise ValueError for values that are impossible."""
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type == int | None and value is None:
@@ -75,8 +78,8 @@ def check_config(config) -> None:
         raise ValueError(f"eos_token_id {list(ends)}: no tokens that could end a turn")
 
 
-def config_json(config) -> dict:
-    """The content of config.json of a model.Config, for transformers and for `read_config`."""
+def config_json(config: Config) -> dict:
+    """The content of config.json, for transformers and for `read_config`."""
     known = {key: value for key, value in asdict(config).items() if value is not None}
     family = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     return known | {

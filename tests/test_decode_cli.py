@@ -121,15 +121,6 @@ def test_a_model_without_a_chat_template_says_so(tmp_path):
     assert "base: has no chat template, so it may not" in command("decode", *words).err
 
 
-@pytest.mark.parametrize(
-    "name", ["batch", "chat", "from_gguf", "low_rank", "patch", "smollm2", "trace"]
-)
-def test_an_app_that_is_run_as_a_file(name):
-    done = process(f"apps/{name}.py", "x")
-    assert done.status == 1
-    assert done.err == f"error: run it from the project's folder: python -m apps.{name}\n"
-
-
 def test_interrupting_keeps_the_text_so_far(monkeypatch, text):
     """Ctrl-C: the text and its statistics stay, no traceback, exit status 130."""
     step = decode.Decoder.step

@@ -1,6 +1,7 @@
 """What cannot run is refused: one clear line, exit status 2, and nothing is written."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ USUAL = {
     "bench.quality": MARS,
     "bench.speed": MARS,
 }
+NO_APPS = ("__init__", "as_file")
 FILES = {
     "data.jsonl": '{"prompt": "?", "response": "12 plums"}\n',
     "broken.jsonl": '{"prompt": "?", "response": "1"}\nnot json\n',
@@ -71,16 +73,19 @@ BAD_OPTIONS = [
 ]
 
 
-def words_of(line: str) -> list[str]:
-    """As a shell splits it; the only quotes are around a last word."""
-    plain, _, quoted = line.partition(" '")
-    return plain.split() + ([quoted.removesuffix("'")] if quoted else [])
-
-
 @pytest.mark.parametrize("line, message", BAD_OPTIONS, ids=[line[:40] for line, _ in BAD_OPTIONS])
 def test_bad_options(line, message):
-    name, *words = words_of(line)
+    name, *words = shlex.split(line)
     assert is_refused(command(name, *USUAL[name], *words), message)
+
+
+APPS = sorted(path.stem for path in ROOT.glob("apps/*.py") if path.stem not in NO_APPS)
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_an_app_that_is_run_as_a_file(name):
+    done = process(ROOT / f"apps/{name}.py")
+    assert is_refused(done, f"run it from the project's folder: python -m apps.{name}\n")
 
 
 def test_an_optional_package_that_is_missing(monkeypatch):

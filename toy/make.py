@@ -125,8 +125,8 @@ class Story:
         self.total = total
         self.step(START, START_SAID, a=total)
 
-    def packed(self, question: list[str], most: int = 12) -> int:
-        """A product; how many things those are."""
+    def product(self, question: list[str], most: int = 12) -> int:
+        """Boxes of so many things each; how many things those are."""
         a = self.rng.randint(2, 9)
         b = self.rng.randint(2, most)
         self.step(question, PACKED_SAID, a=a, b=b, r=a * b)
@@ -151,14 +151,14 @@ def problem(rng: random.Random) -> dict:
     """One or two operations."""
     story = Story(rng)
     if rng.random() < 0.4:  # a product, and perhaps a sum or a difference
-        story.total = story.packed(PACKED)
+        story.total = story.product(PACKED)
         changes = rng.randint(0, 1)
     else:
         total = rng.randint(5, 90)
         changes = rng.randint(1, 2)
         story.begin(total)
         if changes == 2 and rng.random() < 0.5:  # a product and a sum
-            story.gain(story.packed(GAIN_PACKED), [])
+            story.gain(story.product(GAIN_PACKED), [])
             changes = 0
     for _ in range(changes):
         if story.total < 2 or rng.random() < 0.5:
@@ -173,7 +173,7 @@ def hard_problem(rng: random.Random) -> dict:
     story = Story(rng)
     operations = rng.randint(1, 6)
     if operations > 1 and rng.random() < 0.3:
-        story.total = story.packed(PACKED, most=20)
+        story.total = story.product(PACKED, most=20)
         operations -= 1
     else:
         story.begin(rng.randint(10, 600))
@@ -185,7 +185,7 @@ def hard_problem(rng: random.Random) -> dict:
             room = story.total - 1
             change, question, packed_question = story.lose, LOSE, LOSE_PACKED
         if operations > 1 and room >= 18 and rng.random() < 0.3:
-            change(story.packed(packed_question, most=min(20, room // 9)), [])
+            change(story.product(packed_question, most=min(20, room // 9)), [])
             operations -= 2
         else:
             change(rng.randint(1, min(room, 99)), question)

@@ -2,10 +2,10 @@
 
     python -m experiments.paper    # ten hours of one core
 
-All arms go on from one AR model, with the same data and number of steps (one has twice as many). An
-arm is trained once per seed. Each model decodes the problems in several ways, and what became of
-each problem is kept in experiments/results/cache. What is there is not made again, and an
-interrupted training is resumed. So with the committed records this only draws the report.
+All arms go on from one AR model, with the same data and number of steps (one has twice as many),
+once per seed. Each model decodes the problems in several ways. What became of each problem is kept
+in experiments/results/cache, and not made again: with the committed records this only draws the
+report. An interrupted training is resumed.
 """
 
 import datetime
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bench.common import ROOT, are_right
 from bench.quality import given_responses, predict
 from decode import generate
-from experiments.paper.baselines import diffuse, jacobi
+from experiments.paper import baselines
 from experiments.paper.report import ENTROPY, MARGIN, ONE, OURS, PAPER, write_report
 from model import Qwen2, load
 from plumbing.arguments import Parser
@@ -35,12 +35,10 @@ START = "toy/hard"  # the model that all start from
 WORK = "experiments/work/full"  # data and models; only the records are committed
 RESULTS = ROOT / "experiments/results"
 TRAIN_ROWS = 12_800
-NUM_PROBLEMS = HARD_TEST_ROWS
 OPTIONS = "--steps 800 --batch 32 --save-every 200 --device cpu"  # of all trainings
-ROWS = 64  # problems decoded at a time
-NUM_JACOBI_GUESSES = 16
 FAST = "--lr 1e-3"
 SLOW = "--lr 5e-4"
+DIFFUSION = "-m experiments.paper.baselines"
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,7 @@ ARMS = {
     "mars-16": Arm(f"--block 16 {FAST}", 16, (ONE, *PAPER, "lossless")),
     "no-clean-4": Arm(f"--block 4 --ar-weight 0 {FAST}"),
     "no-clean-16": Arm(f"--block 16 --ar-weight 0 {FAST}", 16),
-    "diffusion": Arm(
-        f"--block 4 {FAST}", ways=("diffusion",), program="-m experiments.paper.baselines"
-    ),
+    "diffusion": Arm(f"--block 4 {FAST}", ways=("diffusion",), program=DIFFUSION),
 }
 
 
@@ -91,6 +87,19 @@ def record_path(name: str, seed: int) -> Path:
     return RESULTS / "cache" / f"{name}-{seed}.json"
 
 
+def train(arm: Arm, seed: int, model: str) -> str:
+    """Make the model of an arm. Returns the command that did it."""
+    command = f"python {arm.program} --model {START} --data {WORK}/train.jsonl {OPTIONS}"
+    command += f" --out {model} --seed {seed} {arm.options}"
+    # --resume goes on with an interrupted training, and ends at once after one.
+    words = [sys.executable, *command.split()[1:], "--resume"]
+    with open(ROOT / f"{model}.txt", "w") as log:
+        done = subprocess.run(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise UserError(f"{command}: ended with {done.returncode}; see {model}.txt")
+    return command
+
+
 def complete(name: str, seed: int, problems: list[dict]) -> None:
     """Train an arm with a seed, measure it, and write the record."""
     arm = ARMS[name]
@@ -98,16 +107,9 @@ def complete(name: str, seed: int, problems: list[dict]) -> None:
     command = ""
     if arm.options:
         model = f"{WORK}/{name}-{seed}"
-        command = f"python {arm.program} --model {START} --data {WORK}/train.jsonl {OPTIONS}"
-        command += f" --out {model} --seed {seed} {arm.options}"
-        with open(ROOT / f"{model}.txt", "w") as log:
-            # --resume goes on with an interrupted training, and ends at once after one.
-            words = [sys.executable, *command.split()[1:], "--resume"]
-            done = subprocess.run(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        if done.returncode:
-            raise UserError(f"{command}: ended with {done.returncode}; see {model}.txt")
+        command = train(arm, seed, model)
     made = f"{datetime.date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}"
-    record = {"command": command, "made": made, **measure(ROOT / model, arm, problems)}
+    record = {"command": command, "made": made} | measure(ROOT / model, arm, problems)
     atomic_write(record_path(name, seed), lambda path: write_json(path, record))
 
 
@@ -128,11 +130,11 @@ def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int)
     """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
     prompts = [encode_prompt(problem, chat) for problem in problems]
     if way == "diffusion":
-        answers = [diffuse(model, prompt) for prompt in prompts]
+        answers = [baselines.diffuse(model, prompt) for prompt in prompts]
     elif way == "jacobi":
-        answers = [jacobi(model, prompt, NUM_JACOBI_GUESSES) for prompt in prompts]
+        answers = [baselines.jacobi(model, prompt, num_guesses=16) for prompt in prompts]
     else:
-        answers = generate(model, prompts, ROWS, **decoding_options(way, block))
+        answers = generate(model, prompts, rows=64, **decoding_options(way, block))
     return {
         "right": "".join(str(int(right)) for right in are_right(chat, answers, problems)),
         "tokens": sum(len(answer.tokens) for answer in answers),
@@ -145,7 +147,7 @@ def main() -> None:
     pieces = [(name, seed) for name, arm in ARMS.items() for seed in range(arm.num_seeds)]
     missing = [piece for piece in pieces if not record_path(*piece).exists()]
     if missing:
-        rows, problems = split(hard_problem, TRAIN_ROWS, NUM_PROBLEMS)
+        rows, problems = split(hard_problem, TRAIN_ROWS, HARD_TEST_ROWS)
         (ROOT / WORK).mkdir(parents=True, exist_ok=True)
         write(ROOT / WORK / "train.jsonl", rows)
         for name, seed in tqdm(missing):

@@ -2,18 +2,15 @@
 
     python -m experiments.paper.baselines --model toy/sft --data toy/train.jsonl --steps 9
 
-  * Block diffusion: the response is cut into blocks of B tokens. Each token of a block becomes a
-    mask with probability t, drawn per example. The model sees the earlier blocks as they are and
-    all of this block in both directions (MARS sees it causally), and predicts the masked tokens
-    with weight 1/t. The output is shifted right, as in MARS and in the paper's code, so the window
-    of a block begins with the token before the block. Decoding takes one forward for the prompt,
-    then one per token, the most confident mask first, and after each block one that puts it into
-    the cache.
+  * Block diffusion: each token of a block of B becomes a mask with probability t, drawn per
+    example. The model sees the earlier blocks as they are and all of this block in both directions
+    (MARS sees it causally), and predicts the masked tokens with weight 1/t. As in MARS, each is
+    predicted one place to its left. Decoding sets the most confident mask first.
   * Jacobi decoding needs no training. The guesses are what the ordinary model predicted after its
     last guesses, right or wrong. It is lossless.
 
-The command above trains block diffusion, by train.py's loop and with its options. (In its log
-`noisy` is the loss; the look-ahead is that of MARS's masks, which it does not learn.)
+The command trains block diffusion, by train.py's loop and with its options. (In its log `noisy` is
+the loss; the look-ahead is that of MARS's masks, which it does not learn.)
 """
 
 import torch
@@ -21,38 +18,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train
-from model import Qwen2, visible
+from decode import Sequence
+from model import Qwen2
 from plumbing.data import Example
 from plumbing.processes import run_main_and_exit
-from plumbing.scheduler import Sequence, num_in_common
+from plumbing.scheduler import num_in_common
 
 # -------------------------------------------------------------------------------- block diffusion
 
 
-def prefix_of_clean(pos: Tensor, prompt: int, block: int) -> Tensor:
-    """How many tokens the clean ones see: causal in the prompt, whole blocks after it."""
-    block_end = pos + block - (pos - prompt) % block
-    return torch.where(pos < prompt, pos + 1, block_end)
+def block_states(model: Qwen2, text: Tensor, prompt_length: int, blocks: Tensor) -> Tensor:
+    """Hidden states (N, B, D) that predict the tokens of N blocks (N, B).
 
-
-def window_states(
-    model: Qwen2, text: Tensor, prompt: int, windows: Tensor, first: Tensor
-) -> Tensor:
-    """Hidden states (N, B, D) that predict the tokens of N blocks.
-
-    text: what is clean. windows (N, B + 1): the token before a block, then the block. first (N,):
-    the position of that token; its window sees the text before it, and all of itself.
+    The last block comes after the text, the one before it begins B places earlier, and so on. A
+    window is a block and the token before it. It sees the text before it, and all of itself.
     """
-    clean = torch.arange(len(text), device=text.device)
-    window_pos = first[:, None] + torch.arange(windows.size(1), device=text.device)
-    pos = torch.cat([clean, window_pos.flatten()])
-    window_prefix = first.repeat_interleave(windows.size(1))
-    prefix = torch.cat([prefix_of_clean(clean, prompt, windows.size(1) - 1), window_prefix])
-    q_pos = torch.where(prefix <= pos, pos.max(), pos)  # in a window: that of its last token
-    mask = visible(q_pos[:, None], prefix[:, None], 0, pos, prefix, 0)
-    tokens = torch.cat([text, windows.flatten()])
-    hidden = model(tokens[None], pos[None], mask[None, None])[0, len(text) :]
-    return hidden.unflatten(0, windows.shape)[:, :-1]  # the last token predicts nothing
+    N, B = blocks.shape
+    L = len(text)
+    text_pos = torch.arange(L, device=text.device)
+    first = text_pos[prompt_length - 1 :: B][-N:]  # where the windows begin
+    windows = torch.cat([text[first][:, None], blocks], dim=1)  # (N, B + 1)
+    window_pos = first[:, None] + torch.arange(B + 1, device=text.device)
+    tokens = torch.cat([text, windows.flatten()])  # (T,)
+    pos = torch.cat([text_pos, window_pos.flatten()])
+    # How much of the text a position sees. In the prompt that is causal, then whole blocks.
+    block_end = text_pos + B - (text_pos - prompt_length) % B
+    text_prefix = torch.where(text_pos < prompt_length, text_pos + 1, block_end)
+    prefix = torch.cat([text_prefix, first.repeat_interleave(B + 1)])
+    number = torch.arange(N, device=text.device).repeat_interleave(B + 1)  # of each one's window
+    mask = torch.zeros(len(pos), len(pos), dtype=torch.bool, device=text.device)  # [query, key]
+    mask[:, :L] = text_pos < prefix[:, None]
+    mask[L:, L:] = number == number[:, None]
+    hidden = model(tokens[None], pos[None], mask[None, None])[0, L:]
+    return hidden.unflatten(0, windows.shape)[:, :-1]  # the last of a window predicts nothing
 
 
 def draw_noise(num_tokens: int) -> tuple[float, Tensor]:
@@ -62,24 +60,18 @@ def draw_noise(num_tokens: int) -> tuple[float, Tensor]:
 
 
 def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
-    """The mean over the example's targets.
-
-    The end token is repeated up to the end of the last block, and a target each time.
-    """
+    """The mean over the targets; end tokens, which are targets, too, fill up the last block."""
     block = model.config.block
+    start = example.prompt_length
     num_padding = -example.num_targets % block
     tokens = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding, device=model.device)
     t, masked = draw_noise(len(tokens))
     masked = masked.to(model.device)
     noisy = torch.where(masked, model.config.mask_token_id, tokens)
-    first = torch.arange(example.prompt_length - 1, len(tokens) - 1, block, device=model.device)
-    blocks = noisy[example.prompt_length :].view(-1, block)
-    windows = torch.cat([tokens[first][:, None], blocks], dim=1)
-    text = tokens[:-block]  # no window sees the last block
-    hidden = window_states(model, text, example.prompt_length, windows, first).flatten(0, 1)
-    at = masked[example.prompt_length :]
-    target = tokens[example.prompt_length :][at]
-    total = F.cross_entropy(model.logits(hidden[at]), target, reduction="sum")
+    blocks = noisy[start:].view(-1, block)
+    hidden = block_states(model, tokens[:-block], start, blocks).flatten(0, 1)
+    at = masked[start:]
+    total = F.cross_entropy(model.logits(hidden[at]), tokens[start:][at], reduction="sum")
     return total / t / example.num_targets
 
 
@@ -103,17 +95,16 @@ def diffuse(model: Qwen2, prompt: list[int], max_new: int = 256) -> Sequence:
     mask_id = model.config.mask_token_id
     answer = Sequence(prompt, model.config, max_new, tau=None)
     if len(prompt) > 1:
-        answer.take([], width=len(prompt))
+        answer.take([], width=len(prompt))  # a forward that gives nothing
     while not answer.done:
+        text = torch.tensor(answer.token_ids, device=model.device)
         block = [mask_id] * model.config.block
         for _ in range(len(block)):
-            text = torch.tensor(answer.token_ids, device=model.device)
-            window = torch.tensor([answer.token_ids[-1:] + block], device=model.device)
-            first = torch.tensor([len(text) - 1], device=model.device)
-            [hidden] = window_states(model, text, len(prompt), window, first)
+            blocks = torch.tensor([block], device=model.device)
+            [hidden] = block_states(model, text, len(prompt), blocks)
             confidence, tokens = model.logits(hidden).softmax(-1).max(-1)
-            is_set = torch.tensor(block, device=model.device) != mask_id
-            best = confidence.masked_fill(is_set, -1).argmax().item()
+            open_places = [i for i, token in enumerate(block) if token == mask_id]
+            best = max(open_places, key=lambda i: confidence[i])
             block[best] = tokens[best].item()
             answer.take([], width=1 + len(block))
         answer.take(block, width=len(block))
@@ -133,9 +124,9 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
         positions = torch.arange(tokens.size(1), device=model.device)[None]
         hidden = model(tokens, positions, None)[0, len(answer.token_ids) - 1 :]
         predicted = model.logits(hidden).argmax(-1).tolist()
-        held = num_in_common(predicted, guesses)
-        answer.take(predicted[: held + 1], width=1 + len(guesses))
-        guesses = predicted[held + 1 :]
+        num_held = num_in_common(predicted, guesses)
+        answer.take(predicted[: num_held + 1], width=1 + len(guesses))
+        guesses = predicted[num_held + 1 :]
         while len(guesses) < num_guesses:  # any guess will do
             guesses.append(predicted[-1])
     return answer

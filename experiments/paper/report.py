@@ -1,9 +1,8 @@
 """Tables from the records that this folder keeps; the text is claims.md.
 
-A figure is the mean over seeds and problems. Its 95 % interval is a bootstrap over problems of the
-mean over seeds: it is for other problems and the same seeds. A difference is taken problem by
-problem: all models answer the same problems, so its interval is narrower than those of the two
-figures suggest.
+A figure is the mean over seeds and problems. Its 95 % interval is a bootstrap over problems: it is
+for other problems and the same seeds. All models answer the same problems, and a difference is
+taken problem by problem: its interval is narrower than those of the two figures suggest.
 """
 
 import functools
@@ -21,19 +20,15 @@ OURS = [f"ours {tau}" for tau in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)]
 ENTROPY = [f"entropy {nats}" for nats in (0.05, 0.1, 0.2, 0.4, 0.7, 1)]
 MARGIN = [f"margin {margin}" for margin in (0.95, 0.9, 0.8, 0.6, 0.4, 0.2)]
 
-RESAMPLES = 2000  # of the bootstrap
-PERCENT = ("accuracy, %", 100, ".1f")  # name, factor and format
-NATS = ("nats per token", 1, ".4f")
-
 Case = tuple[str, str]  # an arm, and a way to decode its models
 Records = dict[str, list[dict]]  # of each arm, one for each seed
 
 
-def right(records: Records, case: Case) -> np.ndarray:
-    """Of each problem, how many of the seeds answered it right: 0 to 1."""
+def accuracy(records: Records, case: Case) -> np.ndarray:
+    """Of each problem, how many percent of the seeds answered it right."""
     arm, way = case
     by_seed = [list(record["decoded"][way]["right"]) for record in records[arm]]
-    return np.array(by_seed, dtype=float).mean(0)
+    return 100 * np.array(by_seed, dtype=float).mean(axis=0)
 
 
 def nats(records: Records, case: Case) -> np.ndarray:
@@ -52,10 +47,10 @@ def tokens_per_forward(records: Records, case: Case) -> float:
 
 
 @functools.cache
-def resampled(problems: int) -> np.ndarray:
-    """How often each problem is drawn: (RESAMPLES, problems)."""
-    rng = np.random.default_rng(0)
-    return rng.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
+def resampled(num_problems: int) -> np.ndarray:
+    """How often each problem is drawn, 2,000 times: (2000, num_problems)."""
+    odds = np.full(num_problems, 1 / num_problems)
+    return np.random.default_rng(0).multinomial(num_problems, odds, size=2000)
 
 
 def estimate(by_problem: np.ndarray) -> tuple[float, float, float]:
@@ -65,29 +60,32 @@ def estimate(by_problem: np.ndarray) -> tuple[float, float, float]:
     return by_problem.mean(), low, high
 
 
-def text(by_problem: np.ndarray, unit=PERCENT, sign="") -> str:
+def with_interval(by_problem: np.ndarray, form: str) -> str:
     """mean (low to high)"""
-    _, factor, form = unit
-    middle, low, high = (f"{factor * figure:{sign}{form}}" for figure in estimate(by_problem))
-    return f"{middle} ({low} to {high})"
+    mean, low, high = (format(figure, form) for figure in estimate(by_problem))
+    return f"{mean} ({low} to {high})"
 
 
 # ------------------------------------------------------------------------- the fields of claims.md
 
 
-def show(records: Records, cases: dict[str, Case], bases=(), unit=PERCENT) -> str:
+UNITS = {accuracy: ("accuracy, %", 1), nats: ("nats per token", 4)}  # with digits
+
+
+def show(records: Records, cases: dict[str, Case], bases=(), measure=accuracy) -> str:
     """A table with a row for each case; differences are from the bases, or from the first case."""
-    measure = right if unit == PERCENT else nats
+    unit, digits = UNITS[measure]
     bases = bases or list(cases)[:1]
     values = {label: measure(records, case) for label, case in cases.items()}
     rows = []
     for label, case in cases.items():
-        cells = [label, text(values[label], unit)]
+        row = [label, with_interval(values[label], f".{digits}f")]
         for base in bases:
-            difference = text(values[label] - values[base], unit, sign="+")
-            cells.append("" if label == base else difference)
-        rows.append([*cells, f"{tokens_per_forward(records, case):.2f}"])
-    return table(["", unit[0], *(f"from {base}" for base in bases), "tokens/forward"], rows)
+            difference = with_interval(values[label] - values[base], f"+.{digits}f")
+            row.append("" if label == base else difference)
+        row.append(f"{tokens_per_forward(records, case):.2f}")
+        rows.append(row)
+    return table(["", unit, *(f"from {base}" for base in bases), "tokens/forward"], rows)
 
 
 TRAINED = {
@@ -101,7 +99,6 @@ TRAINED = {
     "MARS, B = 8": ("mars-8", ONE),
     "MARS, B = 16": ("mars-16", ONE),
 }
-DIFFUSION = {"block diffusion, B = 4": ("diffusion", "diffusion")}
 CLEAN_LOSS = {
     "B = 4, w = 1": ("mars-4", ONE),
     "B = 4, w = 0": ("no-clean-4", ONE),
@@ -134,13 +131,14 @@ def write_report(paths: list[Path], out: Path) -> None:
         arm = path.stem.rpartition("-")[0]  # before the seed
         records.setdefault(arm, []).append(json.loads(path.read_text(encoding="utf-8")))
     made = {record["made"] for by_seed in records.values() for record in by_seed}
+    diffusion = {"block diffusion, B = 4": ("diffusion", "diffusion")}
     fields = {
         "models": str(len(paths)),
         "made": "; ".join(sorted(made)),
-        "one_token": show(records, TRAINED | DIFFUSION, ["AR SFT", "MARS, B = 4"]),
-        "one_token_nats": show(records, TRAINED, unit=NATS),
+        "one_token": show(records, TRAINED | diffusion, ["AR SFT", "MARS, B = 4"]),
+        "one_token_nats": show(records, TRAINED, measure=nats),
         "clean_loss": show(records, CLEAN_LOSS),
-        "clean_loss_nats": show(records, CLEAN_LOSS, unit=NATS),
+        "clean_loss_nats": show(records, CLEAN_LOSS, measure=nats),
         "tau_4": show(records, by_tau(4, PAPER)),
         "tau_8": show(records, by_tau(8, PAPER[::2])),
         "tau_16": show(records, by_tau(16, PAPER[::2])),

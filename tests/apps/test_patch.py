@@ -9,13 +9,7 @@ from commands import command, is_refused
 from common import BASE, MASK, cases, save_model, tiny_model
 from safetensors.torch import load_file
 
-from apps.patch import (
-    apply_patch,
-    make_patch,
-    read_patch,
-    whole_numbers,
-    write_patch,
-)
+from apps.patch import apply_patch, make_patch, read_patch, whole_numbers, write_patch
 from model import Config, add_mask_token, initialize, load
 from plumbing.chat import Chat
 from plumbing.errors import UserError

@@ -95,9 +95,8 @@ def test_the_patched_model_accepts_several_tokens(base, tmp_path):
     assert done.status == 0 and "next: python decode.py --model" in done.err
     assert is_refused(command("apps.smollm2", base), "has a model; choose another directory")
     model, chat = load(str(out))
-    prompts = []
-    for question in questions()[:2]:
-        prompts.append(chat.encode(chat.prompt([{"role": "user", "content": question}])))
+    asked = [[{"role": "user", "content": question}] for question in questions()[:2]]
+    prompts = [chat.encode_prompt(messages) for messages in asked]
     plain = generate(model, prompts, tau=1, max_new=24)
     checked = generate(model, prompts, max_new=24)
     assert [answer.tokens for answer in checked] == [answer.tokens for answer in plain]

@@ -24,7 +24,7 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "hard_problem", problem)
     monkeypatch.setattr(paper, "TRAIN_ROWS", 40)
     monkeypatch.setattr(paper, "OPTIONS", "--steps 2 --batch 4 --device cpu")
-    monkeypatch.setattr(paper, "NUM_PROBLEMS", 3)
+    monkeypatch.setattr(paper, "HARD_TEST_ROWS", 3)
     monkeypatch.setattr(paper, "WORK", str(tmp_path / "work"))
     monkeypatch.setattr(paper, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(paper, "write_report", lambda paths, out: None)

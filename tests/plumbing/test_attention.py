@@ -18,46 +18,34 @@ from plumbing import attention
 
 def random_attention(rng: random.Random, group: int, T: int) -> tuple[torch.Tensor, ...]:
     """q, k, v and a mask of random shapes; every query sees something."""
-    R = rng.randint(1, 3)
-    num_kv_heads = rng.randint(1, 3)
-    head_dim = rng.choice([2, 4, 8])
+    torch.manual_seed(rng.randrange(10**6))
+    R, kv_heads, head_dim = rng.randint(1, 3), rng.randint(1, 3), rng.choice([2, 4, 8])
     S = T + rng.randint(0, 40)
-    generator = torch.Generator().manual_seed(rng.randrange(10**6))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q = normal(R, num_kv_heads * group, T, head_dim)
-    k = normal(R, num_kv_heads, S, head_dim)
-    v = normal(R, num_kv_heads, S, head_dim)
-    mask = torch.rand(R, 1, T, S, generator=generator) < rng.choice([0.1, 0.5, 0.9])
+    q = torch.randn(R, kv_heads * group, T, head_dim).double()
+    k, v = torch.randn(2, R, kv_heads, S, head_dim).double()
+    mask = torch.rand(R, 1, T, S) < rng.choice([0.1, 0.5, 0.9])
     mask[..., 0] = True
     return q, k, v, mask
-
-
-def fold_and_attend(q, k, v, mask, num_threads: int) -> tuple[torch.Tensor, torch.Size]:
-    """The result, and the shape of the queries that torch's kernel got."""
-    config = SimpleNamespace(num_attention_heads=q.size(1), num_key_value_heads=k.size(1))
-    folded = attention.additive_mask(mask, config, num_threads, q.dtype)
-    kernel = torch.nn.functional.scaled_dot_product_attention
-    with mock.patch("torch.nn.functional.scaled_dot_product_attention", wraps=kernel) as spy:
-        y = attention.attend_folded(q, k, v, folded)
-    return y, spy.call_args.args[0].shape
 
 
 @pytest.mark.parametrize("threads", [1, 64])
 @pytest.mark.parametrize("group", [1, 2, 7])
 def test_attend_folded_is_attend(threads, group):
     """On both sides of NARROW; one thread folds the heads, of 64 threads some would be idle."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
     for seed in cases(6, 60):
         rng = random.Random(seed)
         for T in (1, rng.randint(2, 12), attention.NARROW, attention.NARROW + 1):
             q, k, v, mask = random_attention(rng, group, T)
-            found, queries = fold_and_attend(q, k, v, mask, threads)
+            config = SimpleNamespace(num_attention_heads=q.size(1), num_key_value_heads=k.size(1))
+            folded = attention.additive_mask(mask, config, threads, q.dtype)
+            with mock.patch("torch.nn.functional.scaled_dot_product_attention", wraps=sdpa) as spy:
+                found = attention.attend_folded(q, k, v, folded)
             assert found.shape == q.shape
             assert torch.allclose(found, attend(q, k, v, mask), rtol=0, atol=1e-12), (seed, T)
             is_folded = threads == 1 and group > 1 and T <= attention.NARROW
-            assert queries[1] == (k.size(1) if is_folded else q.size(1))
+            num_heads = spy.call_args.args[0].size(1)  # that torch's kernel got
+            assert num_heads == (k.size(1) if is_folded else q.size(1))
 
 
 def test_compiled_is_eager(monkeypatch):

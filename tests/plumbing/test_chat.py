@@ -11,6 +11,7 @@ from common import BASE, ROOT, copy_tokenizer
 
 from model import add_mask_token, load
 from plumbing.chat import CHATML, MASK, Chat, compile_template
+from plumbing.data import make_example
 from plumbing.errors import UserError, failure_as
 
 QWEN_TEMPLATE = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
@@ -64,6 +65,41 @@ def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
         (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
         copy_tokenizer(tmp_path)
         assert Chat(tmp_path).prompt(messages) == expected  # what a directory without one gets
+
+
+# Of Qwen3's template what it does with thoughts: an answer begins with a block for them, empty if
+# there are none; in earlier turns there is no block.
+QWEN3_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.last %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def test_former_thoughts_are_dropped_as_by_transformers(tmp_path):
+    """And a row with thoughts in an earlier turn can be trained on."""
+    copy_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(QWEN3_TEMPLATE)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chat = Chat(tmp_path)
+    turns = [
+        {"role": "user", "content": "How many plums?"},
+        {"role": "assistant", "content": "<think>\nSeven?\n</think>\n\nThere are 7 plums."},
+        {"role": "user", "content": "And now?"},
+    ]
+    prompt = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert chat.prompt(turns) == prompt and "Seven" not in prompt
+    turns.append({"role": "assistant", "content": "Still 7."})
+    example = make_example({"messages": turns}, chat, ends=(2,), max_length=512)
+    text = chat.tokenizer.decode(example.tokens, skip_special_tokens=False)
+    assert text == prompt + "Still 7.<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""What makes a CPU fast: other layouts of the weights, next to the caller's; threads by load."""
+"""What makes a CPU fast: other layouts of the weights, next to the caller's."""
 
-import os
 import random
 
 import pytest
 import torch
-from commands import MARS, PROMPT, command, process
+from commands import MARS, PROMPT, process
 from common import tiny_model
 
 from decode import generate
@@ -13,15 +12,10 @@ from plumbing import cpu
 
 DTYPES = [torch.float32, torch.bfloat16]
 
-# ---------------------------------------------------------------------------------- the fast copy
 
-
-def tiny(seed: int, dtype: torch.dtype, is_tied=False):
+def tiny(seed: int, dtype: torch.dtype, shape=3):
     """Random weights of one shape, with matrices that are tall."""
-    rng = random.Random(3)
-    model = tiny_model(rng, vocab_size=64)
-    while model.config.tie_word_embeddings != is_tied:
-        model = tiny_model(rng, vocab_size=64)
+    model = tiny_model(random.Random(shape), vocab_size=64)
     torch.manual_seed(seed)
     for weight in model.parameters():
         weight.data.normal_(0.3, 0.7)
@@ -40,13 +34,13 @@ def outputs(model, T: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("shape", [3, 4], ids=["a head of its own", "tied"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("small", [cpu.SMALL, 0])
-def test_a_fast_copy_is_the_same_model(dtype, is_tied, is_compiled, small, monkeypatch):
+def test_a_fast_copy_is_the_same_model(dtype, shape, is_compiled, small, monkeypatch):
     """For any number of positions; it shares with the model what is not a matrix of a product."""
     monkeypatch.setattr(cpu, "SMALL", small)
-    model = tiny(0, dtype, is_tied)
+    model = tiny(0, dtype, shape)
     fast = cpu.fast_copy(model, is_compiled)
     for T in (1, 2, 9, 25, 60):
         found, expected = outputs(fast, T), outputs(model, T)
@@ -84,52 +78,3 @@ def test_bfloat16_on_an_older_cpu():
     done = process(*words, "--prompt", PROMPT, ONEDNN_MAX_CPU_ISA="AVX2")
     assert done.status == 0 and "The answer is 43." in done.out, done.err
     assert "this CPU is slow in bfloat16: --dtype float32" in done.err
-
-
-# ---------------------------------------------------------------------------------------- threads
-
-
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """Four cores; the number of torch's threads, once it is set."""
-    threads = []
-    monkeypatch.setattr(cpu, "LOAD", tmp_path / "loadavg")
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    for name in os.environ:
-        if name.startswith(("OMP_", "GOMP_", "MKL_")):
-            monkeypatch.delenv(name)
-    return threads
-
-
-@pytest.mark.parametrize(
-    "load, running, expected",
-    [
-        ("0.00", 1, 4),
-        ("1.02", 2, 3),
-        ("1.95", 3, 2),
-        ("9.00", 10, 1),
-        ("2.00", 1, 4),  # what ran until now is over: perhaps it was our own last command
-        ("0.10", 5, 4),  # what runs now did not run for long
-        ("0.00", 0, 4),  # of machines that do not count
-    ],
-)
-def test_busy_cores_are_left_to_others(machine, load, running, expected):
-    cpu.LOAD.write_text(f"{load} 0.97 0.95 {running}/310 4711\n")
-    cpu.use_free_cores()
-    assert machine == [expected]
-
-
-def test_what_the_user_set_stays(machine, monkeypatch):
-    cpu.use_free_cores()  # there is no load to read
-    cpu.LOAD.write_text("3.00 3.00 3.00 4/310 4711\n")
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    cpu.use_free_cores()
-    assert machine == []
-
-
-def test_every_command_looks_once(machine):
-    cpu.LOAD.write_text("3.00 3.00 3.00 4/310 4711\n")
-    assert command("decode", *MARS, "--prompt", PROMPT).status == 0
-    assert machine == [1]
