@@ -43,9 +43,8 @@ class Sequence:
                 break
             self.token_ids.append(token)
             taken.append(token)
-            self.done = (
-                token in self.stop or len(self.token_ids) == self.prompt_length + self.max_new
-            )
+            is_full = len(self.token_ids) == self.prompt_length + self.max_new
+            self.done = token in self.stop or is_full
         self.accepted.append(len(taken))
         self.widths.append(width)
         return taken
