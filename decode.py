@@ -32,12 +32,12 @@ from torch import Tensor
 from kv_cache import make_cache
 from lossless import Lossless
 from model import Qwen2, load
-from plumbing.arguments import Parser, check_number, check_tau, find_device
+from plumbing.arguments import Parser, check_number, check_request, check_tau, find_device
 from plumbing.attention import additive_mask, attend_folded, compiled
 from plumbing.chat import Chat
 from plumbing.cpu import fast_copy
 from plumbing.errors import UserError, run_main
-from plumbing.sampling import dice_of_rows
+from plumbing.sampling import Dice
 from plumbing.scheduler import Decision, Position, Scheduler, Sequence, Turn
 from plumbing.terminal import note, note_mode, print_answer
 
@@ -245,6 +245,7 @@ class Decoder:
             self.method = Threshold(self.block, options.metric, config.mask_token_id)
         self.cache = make_cache(model, rows, self.longest, self.method.widest, options)
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
+        self.dice = Dice(options.seed, config.vocab_size)
         self.model = fast_copy(model, options.compile)
         self.num_threads = torch.get_num_threads()  # attention depends on it: see additive_mask
         if options.compile:
@@ -252,6 +253,9 @@ class Decoder:
         # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
         end = self.cache.capacity
         self.padding = (config.mask_token_id, end, end + 1)
+        # Alone in its forward, a position's bfloat16 sums are in another order than next to others.
+        is_bfloat16_on_cpu = (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
+        self.least_width = 2 if is_bfloat16_on_cpu else 1
         self.num_added = 0
 
     def add(self, prompt: list[int], tau: float | None = None, max_new=None, index=None):
@@ -323,6 +327,8 @@ class Decoder:
         """
         width = max(len(feed.positions) for feed in feeds)
         num_columns = max(len(feed.columns) for feed in feeds)
+        if len(feeds) == 1:
+            width = max(width, self.least_width)
         forward = self.forward
         if self.options.compile and not is_prefill:
             forward = self.compiled_forward
@@ -337,8 +343,7 @@ class Decoder:
         columns = torch.tensor(columns, device=self.cache.device)
         noise = None
         if self.options.temperature > 0:
-            wanted = [(feed.sequence, feed.predicted) for feed in feeds]
-            noise = dice_of_rows(self.options.seed, wanted, columns, self.config.vocab_size)
+            noise = self.dice.roll([(feed.sequence, feed.predicted) for feed in feeds], columns)
         self.cache.reserve(width, [feed.row for feed in feeds])
         tokens, confidences = forward(inputs, columns, noise).tolist()
         predictions = []
@@ -370,8 +375,8 @@ class Decoder:
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:
     """Decode prompts (token ids), `rows` at a time; the options are the fields of `Options`."""
     options = Options(**options)
-    if any(isinstance(prompt, int) for prompt in prompts):
-        raise UserError("prompts: a list of prompts, each of them a list of token ids")
+    for prompt in prompts:
+        check_request(prompt, options.max_new, model.config.vocab_size)
     longest = max(map(len, prompts), default=0) + options.max_new
     decoder = Decoder(model, options, min(rows, max(1, len(prompts))), longest)
     sequences = [decoder.add(prompt) for prompt in prompts]

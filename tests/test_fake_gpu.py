@@ -17,7 +17,6 @@ from training import random_example
 import train
 from decode import Decoder, Options, naive
 from model import Qwen2
-from plumbing.sampling import dice
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch with CUDA in it")
 
@@ -42,7 +41,6 @@ def gpu(monkeypatch):
     # How many positions have a target depends on numbers. Here one of each row has.
     monkeypatch.setattr(torch.Tensor, "nonzero", lambda x, as_tuple: (x[:, 0].long(), 0))
     monkeypatch.setattr(train, "can_use_flex", lambda *_: False)  # it would be compiled
-    dice.cache_clear()  # a fake tensor belongs to its mode
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=False):
         yield
 
