@@ -69,8 +69,8 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 # ------------------------------------------------------------------------------------------ options
 
-# The measures of confidence, and of each the tau that is plain AR. It has no masks: a confidence
-# that was rounded to 1 would pass.
+# The measures of confidence, and of each the tau that is plain AR. At that tau no masks are fed: a
+# confidence that is rounded to 1 (an entropy, to 0) would pass.
 AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
 
 
@@ -161,14 +161,14 @@ class Threshold:
     `feed` and `decide` are those of `Method` (plumbing/scheduler.py); lossless.py has the other.
     """
 
-    confidence_has_dice = False  # it is taken at T = 1, as in the paper's code
+    confidence_with_noise = False  # a softmax of the logits, not of logits + T * noise
 
     def __init__(self, block: int, metric: str, mask_id: int):
         """block: the number of masks, B."""
         self.block = block
         self.metric = metric
         self.mask_id = mask_id
-        self.widest = 2 * block + 1  # as many tokens as were accepted last time, and the masks
+        self.widest = (block + 1) + block  # the tokens accepted last time, and the masks
 
     def feed(self, sequence: Sequence) -> list[Position]:
         """The masks that follow a text. They see all of it: their prefix is its length."""
@@ -178,9 +178,9 @@ class Threshold:
         return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
 
     def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
-        """The candidates up to the first that does not pass.
+        """The first candidate, and those after it up to one that does not pass.
 
-        The first one always does: it is AR's own, for the last real token sees no mask.
+        The first is not tested. It is AR's own, for the last real token sees no mask.
         """
         accepted = tokens[:1]
         for token, confidence in zip(tokens[1:], confidences[1:]):
@@ -250,7 +250,7 @@ class Decoder:
         self.num_threads = torch.get_num_threads()  # attention depends on it: see additive_mask
         if options.compile:
             self.compiled_forward = compiled(self.forward, self.cache)
-        # Padding is a clean token (prefix = pos + 1) after every text: no token of a text sees it.
+        # Padding is a clean token (prefix = pos + 1) after every text, which no prefix reaches.
         end = self.cache.capacity
         self.padding = (config.mask_token_id, end, end + 1)
         # Alone in its forward, a position's bfloat16 sums are in another order than next to others.
@@ -289,7 +289,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, list[int]]]:
-        """One forward; the sequences in it, with their new tokens. [] if all are done."""
+        """Run one forward. Returns its sequences, each with its new tokens; [] if all are done."""
         turns, is_prefill = self.scheduler.schedule()
         if not turns:
             return []
@@ -308,13 +308,13 @@ class Decoder:
 
     def feed(self, turn: Turn) -> Feed:
         """What a row is fed in its turn."""
-        row, sequence, most_masks = turn
-        if most_masks is None:
+        row, sequence, most_added = turn
+        if most_added is None:
             return Feed(row, None, positions=[], num_real=0, columns=range(0))
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
         real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-        positions = real + self.method.feed(sequence)[:most_masks]
+        positions = real + self.method.feed(sequence)[:most_added]
         columns = range(len(real) - 1, len(positions))
         return Feed(row, sequence, positions, len(real), columns)
 
@@ -332,7 +332,7 @@ class Decoder:
         forward = self.forward
         if self.options.compile and not is_prefill:
             forward = self.compiled_forward
-            if width > 1:  # so it compiles two widths: this, and a single position (plain AR)
+            if width > 1:  # two widths are compiled: the widest, and one position (plain AR)
                 width = num_columns = self.cache.widest
         inputs = []  # (R, T, 3)
         columns = []  # (R, C)
@@ -365,7 +365,7 @@ class Decoder:
         if noise is not None:  # the best of logits + T * dice is a draw from p^(1/T)
             scores = logits + self.options.temperature * noise
         tokens = scores.argmax(-1)
-        if self.method.confidence_has_dice:
+        if self.method.confidence_with_noise:
             logits = scores
         confidence = measure_confidence(logits.softmax(-1), tokens, self.method.metric)
         # Float32 or more: exact for token ids.

@@ -14,18 +14,18 @@ from model import visible
 from plumbing.errors import UserError
 
 UNIT = 64  # attention spans a multiple of so many slots, so that few shapes occur
-COMPILED_UNIT = 256  # and if each is compiled on its own
+COMPILED_UNIT = 256  # with --compile, which compiles each shape: still fewer
 
 
 class KVCache:
     """Keys and values of every layer, (rows, kv_heads, capacity, head_dim) each; a length per row.
 
         slot     0 1 2 3 4 5 6 7 8 9 ...
-        row 0    p p p p a a M M M           length 4; after commit 6
-        row 1    p p p p p p a M M M .       length 6; after commit 7
+        row 0    c c c c a a M M M           length 4; after commit 6
+        row 1    c c c c c c a M M M .       length 6; after commit 7
 
-    The rows as the next forward finds them: p are cached. It writes five positions to each: a are
-    tokens accepted last time, M is one of B = 3 masks, and . is padding. commit([2, 1]) then says
+    One forward: c was cached before it. It writes five positions to each row: a are tokens that
+    were accepted last time, M is one of B = 3 masks, and . is padding. commit([2, 1]) then says
     what counts.
 
     A text starts with `begin`. Then every forward, in this order:
@@ -113,10 +113,11 @@ class KVCache:
         for row, count in zip(self.rows, counts, strict=True):
             self.lengths[row] += count
 
-    def most_masks(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """How many masks may follow the text of each row now; None: the row must wait.
+    def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
+        """How many positions (masks, guesses) may follow the text of each row; None: it must wait.
 
-        text_lengths: by row, of all texts that are being decoded. Here nothing limits them.
+        text_lengths: by row, of all texts that are being decoded. `widest` is more than any method
+        adds.
         """
         return dict.fromkeys(text_lengths, self.widest)
 
@@ -153,11 +154,11 @@ class BlockCache(KVCache):
         for row in self.rows:
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
-    def most_masks(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """One less than the free places of the open block, or of the next.
+    def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
+        """One mask less than the open block, or the next, has free places.
 
-        (The last real token predicts what takes the first of them.) A row whose last block is full
-        waits as long as another row has an open one.
+        (What the last real token predicts takes the first.) A row whose last block is full waits as
+        long as another row has an open one.
         """
         num_open = {row: self.num_in_open_block(row, n) for row, n in text_lengths.items()}
         some_are_open = any(num_open.values())
@@ -173,13 +174,12 @@ class BlockCache(KVCache):
 def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
     """The cache for a model and decode.Options.
 
-    longest: the most tokens of a text. widest: the most positions of a row in a forward, prefills
-    aside, if no token is fed twice.
+    longest: the most tokens of a text. widest: `Method.widest`; a BlockCache feeds a block more.
     """
     size = options.block_cache
     if size:
         size = min(size, longest)
-        widest += size  # a block is fed as a whole
+        widest += size
     unit = COMPILED_UNIT if options.compile else UNIT
     capacity = ceil((longest + widest) / unit) * unit
     settings = (model.config, rows, capacity, model.device, model.dtype, unit, widest)

@@ -21,7 +21,7 @@ decides the speed, never the text. (All this is up to floating-point rounding: d
 
 Guesses that hold are already in their slots of the cache. A forward need not have all groups. If
 the one that would be needed is missing, the masks of a group that saw fewer guesses take its place;
-without one, the next forward has no guesses to check. That costs time, and changes no token.
+if there is none, the next forward has no guesses from masks. That costs time, and changes no token.
 
 After the masks' guesses come some from the text itself, if its last tokens occurred before: what
 followed them then (`Lookup`).
@@ -47,13 +47,13 @@ class Lossless:
     """The decoding method without a tau: see `Method` in plumbing/scheduler.py."""
 
     metric = "probability"
-    confidence_has_dice = True  # a guess that the dice favour by far is likely to hold
+    confidence_with_noise = True  # a guess that its noise favours by far is likely to hold
 
     def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
         """block: the number of masks in a group, B."""
         self.block = block
         self.mask_id = mask_id
-        # The odds of all groups add up to 1, so no more than 1 / .2 of them can be likely.
+        # The probabilities of all groups add up to 1: no more than 1 / .2 of them can be likely.
         self.most_groups = min(block + 1, int(1 / LEAST_PROBABILITY))
         self.looks_up = not is_batch_on_cpu
         if is_batch_on_cpu:
@@ -90,41 +90,42 @@ class Lossless:
 
         tokens: AR's after x, g1, g2, ..., then what the masks of each group predict.
         """
-        plan = sequence.state
-        num_held = num_in_common(tokens, plan.guesses)
+        fed = sequence.state
+        num_held = num_in_common(tokens, fed.guesses)
         accepted = tokens[: num_held + 1]
-        useful = useful_masks(plan, num_held, self.block)
-        candidates = [tokens[i] for i in useful]
-        chances = likely_run([confidences[i] for i in useful])
-        plan.useful = useful
-        plan.groups = likely_groups(chances, self.most_groups)
-        plan.guesses = candidates[: len(chances)]
+        useful = useful_masks(fed, num_held, self.block)
+        chances = [confidences[i] for i in useful]
+        num_worth = count_worth(chances)
+        from_masks = [tokens[i] for i in useful[:num_worth]]
+        from_text = []
         if self.looks_up:
-            text = sequence.token_ids + accepted
-            plan.guesses += plan.lookup.guesses(text, from_masks=plan.guesses)
+            from_text = fed.lookup.find(sequence.token_ids + accepted, from_masks)
+        groups = likely_groups(chances[:num_worth], self.most_groups)
+        sequence.state = Plan(from_masks + from_text, groups, useful, fed.lookup)
         return Decision(accepted, num_held)
 
 
 class Lookup:
     """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
 
-    They are cut to twice as many as were right the last time, but not below one. So a text that
-    does not repeat itself costs hardly a position, and one that does soon gets MOST_LOOKED_UP.
+    It offers twice as many as were right the last time that all guesses before them held, at least
+    one. So a text that does not repeat itself costs hardly a position, and one that does soon gets
+    MOST_LOOKED_UP.
     """
 
     def __init__(self):
         self.goes_on_at: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
-        self.num_read = RUN  # tokens of the text, at the last call
+        self.indexed_to = RUN  # the runs that end before here are known; none is shorter than RUN
         self.most = FIRST_LOOKED_UP
-        self.from_masks: list[int] = []  # this and the next: of the last call
-        self.found: list[int] = []  # before the cut to self.most
+        self.from_masks: list[int] = []  # the masks' guesses of the last call
+        self.found: list[int] = []  # what the last call found, before the cut to self.most
 
-    def guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
-        """What comes after a text and the masks' guesses."""
-        self.judge(came=text[self.num_read :])
-        for end in range(self.num_read, len(text)):
+    def find(self, text: list[int], from_masks: list[int]) -> list[int]:
+        """Guesses for what comes after a text and the masks' guesses."""
+        self.judge(came=text[self.indexed_to :])
+        for end in range(self.indexed_to, len(text)):  # the last run waits: nothing follows it yet
             self.goes_on_at[tuple(text[end - RUN : end])] = end
-        self.num_read = len(text)
+        self.indexed_to = len(text)
         last_run = (text[-RUN:] + from_masks)[-RUN:]
         begin = self.goes_on_at.get(tuple(last_run), len(text))
         self.from_masks = list(from_masks)
@@ -141,23 +142,23 @@ class Lookup:
 
 @dataclass
 class Plan:
-    """What the next forward of a sequence is fed; kept in `sequence.state`."""
+    """What a forward of a sequence is fed after the text; kept in `sequence.state`."""
 
     guesses: list[int] = field(default_factory=list)  # tokens to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
-    useful: range = range(0)  # the masks of the last forward that made these guesses
+    useful: range = range(0)  # the masks that made these guesses: for apps/trace.py
     lookup: Lookup = field(default_factory=Lookup)
 
 
 def useful_masks(plan: Plan, num_held: int, block: int) -> range:
-    """The positions of the masks that predict what comes after AR's token.
+    """Which predictions of a forward are of masks, and say what comes after AR's token.
 
-    They saw no guess that failed, and as many as possible of those that held. Position 0 is x, the
-    last real token; then come the guesses, then the groups, `block` masks each.
+    These masks saw no guess that failed, and as many as possible of those that held. Prediction 0
+    is that of x, the last real token; then come the guesses', then the groups', `block` each.
     """
     useful = range(0)
     begin = 1 + len(plan.guesses)  # of a group
-    for j in plan.groups:  # from the group that saw the fewest guesses on
+    for j in plan.groups:  # the group that saw the fewest guesses comes first
         if j <= num_held:
             num_known = num_held - j  # what its first masks predict is accepted now
             useful = range(begin + num_known, begin + block)
@@ -165,8 +166,8 @@ def useful_masks(plan: Plan, num_held: int, block: int) -> range:
     return useful
 
 
-def likely_run(chances: list[float]) -> list[float]:
-    """The first of these chances, as long as all together are likely enough to be worth a position.
+def count_worth(chances: list[float]) -> int:
+    """How many candidates are worth a position: as long as all up to there are likely to hold.
 
     chances: of each candidate, how likely it holds if all before it do.
     """
@@ -174,15 +175,16 @@ def likely_run(chances: list[float]) -> list[float]:
     for count, chance in enumerate(chances):
         all_hold *= chance
         if all_hold < LEAST_PROBABILITY:
-            return chances[:count]
-    return chances
+            return count
+    return len(chances)
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:
     """Which groups of masks to feed: the likeliest to be needed, at most `most` of them.
 
-    chances: for each guess, how likely it holds if all before it do. Group j is needed if exactly j
-    guesses hold. That has the probability c1 c2 ... cj (1 - c(j+1)), or c1 c2 ... cK for all K.
+    chances: for each of the masks' K guesses, how likely it holds if all before it do. Group j < K
+    is needed if exactly j guesses hold. That has the probability c1 c2 ... cj (1 - c(j+1)). Group K
+    is needed if all hold, whatever becomes of the guesses from the text: c1 c2 ... cK.
     """
     probability = []
     all_so_far = 1.0

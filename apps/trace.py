@@ -30,7 +30,7 @@ class TracedMethod:
         self.is_lossless = is_lossless
         self.chat = chat
         self.metric = method.metric
-        self.confidence_has_dice = method.confidence_has_dice
+        self.confidence_with_noise = method.confidence_with_noise
         self.forwards: list[dict] = []
 
     def feed(self, sequence: Sequence) -> list[Position]:

@@ -63,7 +63,7 @@ class Method(Protocol):
 
     widest: int  # the most positions of a row in a forward, prefills aside
     metric: str  # of confidence: `measure_confidence` in decode.py
-    confidence_has_dice: bool  # at a temperature: is confidence that of the scores, or of logits?
+    confidence_with_noise: bool  # at a temperature T: of logits + T * noise, or of the logits?
 
     def feed(self, sequence: Sequence) -> list[Position]:
         """What a forward is fed after the text: guesses and masks."""
@@ -81,7 +81,7 @@ class Turn(NamedTuple):
 
     row: int  # of the cache
     sequence: Sequence | None  # None: the row is idle
-    most_masks: int | None  # that may follow its text; None: the row is idle or waits
+    most_added: int | None  # positions that may follow its text; None: it is idle or waits
 
 
 class Scheduler:
@@ -121,9 +121,9 @@ class Scheduler:
             if self.skip_idle and 2 * len(running) <= len(rows):
                 rows = list(running)
         text_lengths = {row: len(running[row].token_ids) for row in rows if row in running}
-        most_masks = self.cache.most_masks(text_lengths)
-        self.held_back = [running[row] for row, most in most_masks.items() if most is None]
-        turns = [Turn(row, running.get(row), most_masks.get(row)) for row in rows]
+        most_added = self.cache.most_added(text_lengths)
+        self.held_back = [running[row] for row, most in most_added.items() if most is None]
+        turns = [Turn(row, running.get(row), most_added.get(row)) for row in rows]
         return turns, bool(new)
 
     def admit(self) -> None:

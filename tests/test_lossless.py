@@ -10,7 +10,7 @@ from common import EOS, ROOT, cases, prompt_length, random_prompt, tiny_model, t
 from decoding import alone, logits_after, mean, outcome, use_lossless
 
 from decode import Decoder, Options, generate
-from lossless import Lookup, Lossless, Plan, likely_groups, likely_run, useful_masks
+from lossless import Lookup, Lossless, Plan, count_worth, likely_groups, useful_masks
 from model import load
 from plumbing.sampling import dice
 
@@ -21,10 +21,10 @@ def test_what_is_planned_by_hand():
     """Guesses that hold with a probability of .2 and more, and the groups that are likely."""
 
     def planned(*chances: float, most=9) -> tuple[int, list[int]]:
-        run = likely_run(list(chances))
-        groups = likely_groups(run, most)
-        assert len(run) in groups or most == 1
-        return len(run), groups
+        num_worth = count_worth(list(chances))
+        groups = likely_groups(list(chances[:num_worth]), most)
+        assert num_worth in groups or most == 1
+        return num_worth, groups
 
     # None holds: .3, one: .21, two: .147, three: .343
     assert planned(0.7, 0.7, 0.7) == (3, [0, 1, 3])
@@ -63,19 +63,19 @@ def test_lookup_by_hand():
     lookup = Lookup()
     a, b, c, x, y = 2, 3, 4, 5, 6
     text = [a, b, c, x, x, a, b, c, y, x, y, x]
-    assert lookup.guesses(text, []) == []  # x y x is new
+    assert lookup.find(text, []) == []  # x y x is new
     text += [a, b, c]
-    assert lookup.guesses(text, []) == [y, x, y, x]  # the first four, and not x x a ...
+    assert lookup.find(text, []) == [y, x, y, x]  # the first four, and not x x a ...
     text += [y, x, a]  # two of them were right, so four are offered, if there are
-    assert lookup.guesses(text, [b, c]) == [y, x, a]
+    assert lookup.find(text, [b, c]) == [y, x, a]
     text += [x]  # not b: what was offered after b c says nothing
-    assert lookup.guesses(text, [a, b, c]) == [y, x, a, x]
+    assert lookup.find(text, [a, b, c]) == [y, x, a, x]
     text += [a, b, c, x]  # not y: one is offered now
-    assert lookup.guesses(text, [y, b, c, y]) == [x]
+    assert lookup.find(text, [y, b, c, y]) == [x]
     text += [y, b, c, y, x, a, b]  # x came, and a, which was not offered
-    assert lookup.guesses(text, [c]) == [x, y, b, c]
+    assert lookup.find(text, [c]) == [x, y, b, c]
     text += [c]  # the masks' guess came and no more: what was found is not judged
-    assert lookup.guesses(text, []) == [x, y, b, c]
+    assert lookup.find(text, []) == [x, y, b, c]
 
 
 # --------------------------------------------------------------------------- the text and forwards
