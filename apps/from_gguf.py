@@ -9,9 +9,6 @@ The weights in such a file have no checksum: a damaged number among them is not 
 import tempfile
 from pathlib import Path
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
