@@ -27,6 +27,7 @@ wrong. For answers of the model itself that is what a tau of .95 costs.
 import sys
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -50,23 +51,12 @@ SURE = 0.95
 # ------------------------------------------------------------------------ the columns of the table
 
 
-def mean_and_interval(gains: list[float], weights: list[int]) -> tuple[float, float, float]:
-    """All gains over all weights, and its 95 % interval."""
-    pairs = torch.tensor([gains, weights], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(gains), (10_000, len(gains)), generator=generator)  # rows
-    gain, weight = pairs[:, drawn].sum(-1)
-    low, high = (gain / weight).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    return sum(gains) / sum(weights), low, high
-
-
 def accuracies(right: list[bool], rivals: list[list[bool]]) -> list[str]:
     """In percent the answers that are right, and how many points more than those of each rival."""
-    cells = [f"{sum(right) / len(right):.1%}"]
+    cells = [f"{np.mean(right):.1%}"]
     for others in rivals:
-        gains = [int(mine) - int(other) for mine, other in zip(right, others)]
-        more = [100 * share for share in mean_and_interval(gains, [1] * len(gains))]
-        cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*more))
+        gains = 100 * (np.array(right, dtype=float) - others)
+        cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*common.mean_and_interval(gains)))
     return cells
 
 
@@ -167,7 +157,7 @@ def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> st
         return text
     others = [predict(other, each.tokens, each.prompt_length)[0] for each in examples]
     gained = [(n.sum() - o.sum()).item() for n, o in zip(nats, others)]
-    more, low, high = mean_and_interval(gained, [len(n) for n in nats])
+    more, low, high = common.mean_and_interval(gained, [len(n) for n in nats])
     return f"{text}; {more:+.3f} nats/token (95 %: {low:+.3f} to {high:+.3f})"
 
 

@@ -12,7 +12,7 @@ import pytest
 from common import ROOT, rows_of
 
 import experiments.paper.__main__ as paper
-from experiments.paper import report
+from bench.common import mean_and_interval
 from experiments.paper.report import ONE
 from toy.make import problem
 
@@ -76,13 +76,13 @@ def test_intervals():
     the truth is inside in about 95 of 100 cases."""
     rng = np.random.default_rng(1)
     one = (rng.random(1000) < 0.7).astype(float)
-    mean, low, high = report.estimate(one)
+    mean, low, high = mean_and_interval(one)
     assert mean == pytest.approx(one.mean())
     assert high - low == pytest.approx(2 * 1.96 * math.sqrt(mean * (1 - mean) / 1000), rel=0.05)
     inside = 0
     for _ in range(400):
         hard = rng.normal(0, 0.2, 200)
         by_seed = [0.6 + hard + rng.normal(0, 0.3, 200) for _ in range(3)]
-        _, low, high = report.estimate(np.mean(by_seed, axis=0))
+        _, low, high = mean_and_interval(np.mean(by_seed, axis=0))
         inside += low < 0.6 < high
     assert 0.92 <= inside / 400 <= 0.98
