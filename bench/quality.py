@@ -5,13 +5,11 @@
     python -m bench.quality --temperature 1                  # and are its samples those of AR?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
-An answer is right if its last number is the problem's. Prompts without answers will do, too. The
+An answer is right if its last number is the problem's. (Prompts without answers will do, too.) The
 next columns say how many points more accurate a way is than AR and, with --against, than AR of
-another model. Intervals are bootstraps over the problems, 95 %: where no answer becomes right or
-wrong, they have no width.
-
-"tokens/forward" is of all tokens over all forwards. An answer repeats itself if at least 10 % of
-its 6-grams of tokens occurred before in it; such answers are easy to guess.
+another model. Intervals are of 95 %: bootstraps over the problems. "tokens/forward" is all tokens
+over all forwards. An answer repeats itself if at least 10 % of its 6-grams of tokens occurred
+before in it; such answers are easy to guess.
 
 Where a lossless answer parts from AR's and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
@@ -185,14 +183,6 @@ def first_masks(model: Qwen2, examples: list[Example]) -> tuple[int, int, int]:
 # ----------------------------------------------------------------------------------------- the run
 
 
-def load_other(name: str, model: Qwen2, chat: Chat) -> Qwen2:
-    """A model to compare with, which must read token ids as the first one does."""
-    other, other_chat = load(name, model.device, model.dtype)
-    if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
-        raise UserError(f"--against {name}: has another tokenizer than --model")
-    return other
-
-
 def main() -> None:
     parser = Parser("Accuracy and tokens per forward over tau.")
     common.add_problems(parser)
@@ -215,7 +205,9 @@ def main() -> None:
     other = None
     if args.against:
         rivals.append(args.against)
-        other = load_other(args.against, model, chat)
+        other, other_chat = load(args.against, model.device, model.dtype)
+        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+            raise UserError(f"--against {args.against}: has another tokenizer than --model")
         answers[args.against] = generate(other, prompts, args.rows, **vars(plain))
 
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")

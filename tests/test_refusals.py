@@ -78,13 +78,6 @@ def test_bad_options(line, message):
     assert is_refused(command(name, *USUAL[name], *words), message)
 
 
-def test_an_optional_package_that_is_missing(monkeypatch):
-    """One line, before a model is loaded."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = command("bench.speed", "--transformers")
-    assert is_refused(done, "transformers is not installed: pip")
-
-
 def test_too_little_memory_says_what_lowers_it(here):
     shutil.copytree(ROOT / "toy/mars", here / "model")
     config = json.loads((here / "model/config.json").read_text())
