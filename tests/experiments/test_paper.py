@@ -107,4 +107,4 @@ def test_jacobi_is_lossless():
             assert alone.tokens == expected.tokens and alone.forwards == len(alone.tokens)
             num_tokens += len(answer.tokens)
             num_forwards += answer.forwards
-    assert num_tokens > 1.2 * num_forwards
+    assert num_tokens > 1.5 * num_forwards  # 1.4 if it forgot what it predicted
