@@ -7,10 +7,8 @@ The weights in such a file have no checksum: a damaged number among them is not 
 """
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
@@ -27,20 +25,6 @@ from plumbing.files import check_shapes, save, write_json
 from plumbing.signals import exit_on_sigterm
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
-NAMES = {  # in a GGUF file: in a checkpoint
-    "token_embd": "model.embed_tokens",
-    "output": "lm_head",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WORDS = (  # how Qwen2 cuts a text into words
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -115,21 +99,35 @@ def chat_of(fields: dict, folder: Path) -> Chat:
     return Chat(folder)
 
 
-def weights_of(tensors: list, config: dict) -> dict[str, Tensor]:
-    """All weights in bfloat16, by their names in a checkpoint; tensors: a GGUFReader's."""
-    from gguf.quants import dequantize
+def empty_weights(config: dict, num_tensors: int) -> dict[str, Tensor]:
+    """The weights of a model with this config and a head of its own, without numbers."""
+    if config["num_hidden_layers"] > num_tensors:  # a damaged number would fill the memory
+        raise ValueError(f"{config['num_hidden_layers']} layers in {num_tensors} tensors")
+    with torch.device("meta"):
+        weights = Qwen2(Config(**parse_config(config, Config))).state_dict()
+    if config["model_type"] == "llama":
+        weights = {name: weight for name, weight in weights.items() if "bias" not in name}
+    return weights
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+
+def weights_of(tensors: list, config: dict, names: Iterable[str]) -> dict[str, Tensor]:
+    """All weights in bfloat16, by their names in a checkpoint; tensors: a GGUFReader's."""
+    import gguf
+
+    family = gguf.MODEL_ARCH[config["model_type"].upper()]
+    gguf_names = gguf.get_tensor_name_map(family, config["num_hidden_layers"])
+    own_names = {gguf_names.get_name(name, (".weight", ".bias")): name for name in names}
     weights = {}
     for tensor in tqdm(tensors, "unpacking", leave=False, disable=None):
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        *layer, name, kind = tensor.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
-        if config["model_type"] == "llama" and name in heads:
+        name = own_names[tensor.name]
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        weight = torch.from_numpy(numbers.copy())
+        if config["model_type"] == "llama" and ("q_proj" in name or "k_proj" in name):
             # llama.cpp puts the two numbers that are rotated side by side: not so in a Qwen2.
-            pairs = weight.unflatten(0, (heads[name], -1, 2))  # (heads, head_dim / 2, 2, D)
+            head_dim = config["hidden_size"] // config["num_attention_heads"]
+            pairs = weight.unflatten(0, (-1, head_dim // 2, 2))  # (heads, head_dim / 2, 2, D)
             weight = pairs.transpose(1, 2).reshape(weight.shape)
-        prefix = f"model.layers.{layer[1]}." if layer else ""
-        weights[f"{prefix}{NAMES[name]}.{kind}"] = weight.bfloat16()
+        weights[name] = weight.bfloat16()
     return weights
 
 
@@ -141,17 +139,6 @@ def tie_head(weights: dict[str, Tensor], tensors: list) -> None:
         if num_bytes["output.weight"] > num_bytes["token_embd.weight"]:
             weights[EMBEDDING] = weights[HEAD]
         del weights[HEAD]
-
-
-def check(file: Path, config: dict, weights: dict[str, Tensor]) -> None:
-    """Raise an error if the weights are not those of the model in `config`."""
-    if config["num_hidden_layers"] > len(weights):  # a damaged number would fill the memory
-        raise ValueError(f"{config['num_hidden_layers']} layers in {len(weights)} tensors")
-    with torch.device("meta"):
-        expected = Qwen2(Config(**parse_config(config, Config))).state_dict()
-    if config["model_type"] == "llama":
-        expected = {name: weight for name, weight in expected.items() if "bias" not in name}
-    check_shapes(file, expected=expected, found=weights)
 
 
 def unpack(file: Path, directory: Path) -> None:
@@ -166,11 +153,14 @@ def unpack(file: Path, directory: Path) -> None:
         content = GGUFReader(file)
         fields = {name: field.contents() for name, field in content.fields.items()}
         config = config_of(fields)
-        weights = weights_of(content.tensors, config)
+        expected = empty_weights(config, len(content.tensors))
+        weights = weights_of(content.tensors, config, expected)
         if HEAD in weights:
             tie_head(weights, content.tensors)
         config["tie_word_embeddings"] = HEAD not in weights
-        check(file, config, weights)
+        if config["tie_word_embeddings"]:
+            del expected[HEAD]
+        check_shapes(file, expected=expected, found=weights)
         chat = chat_of(fields, Path(folder))
     save(directory, config, chat, weights)
 

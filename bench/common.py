@@ -1,10 +1,12 @@
 """What the benchmarks share: problems, answers, random models, tables, arguments."""
 
 import argparse
+import functools
 import os
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from decode import Options, Sequence, add_options, read_options
@@ -58,6 +60,25 @@ def are_right(chat: Chat, answers: list[Sequence], problems: list[dict]) -> list
     """Is the last number of each answer the problem's?"""
     found = [last_number(chat.decode(answer.tokens)) for answer in answers]
     return [one == last_number(str(row["answer"])) for one, row in zip(found, problems)]
+
+
+@functools.cache
+def resampled(count: int) -> np.ndarray:
+    """How often each of `count` problems is drawn, 2,000 times: (2000, count)."""
+    odds = np.full(count, 1 / count)
+    return np.random.default_rng(0).multinomial(count, odds, size=2000)
+
+
+def mean_and_interval(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """The mean of the problems' values, or all values over all weights; and its 95 % interval.
+
+    The interval is a bootstrap over the problems.
+    """
+    if weights is None:
+        weights = np.ones(len(values))
+    drawn = resampled(len(values))
+    low, high = np.quantile(drawn @ values / (drawn @ weights), [0.025, 0.975])
+    return np.array([np.sum(values) / np.sum(weights), low, high])
 
 
 def share_repeated(tokens: list[int]) -> float:

@@ -20,8 +20,8 @@ python -c "import torch, datetime as d; print(f'# {torch.cuda.get_device_name()}
 step 120 python -m pytest -m gpu
 step 60 python -m bench.speed --widths --shape 0.5B --rounds 50
 step 200 python -m bench.speed --widths --shape 0.5B --rounds 50 --compile
-step 90 python -m bench.speed --transformers --shape 7B --rounds 3 --max-new 64 --rows 1
-step 300 python -m bench.speed --transformers --shape 7B --rounds 3 --max-new 64 --rows 1 --compile
+step 90 python -m bench.speed --transformers --shape 7B --rounds 3 --limit 1 --max-new 64 --rows 1
+step 300 python -m bench.speed --transformers --shape 7B --rounds 3 --limit 1 --max-new 64 --rows 1 --compile
 step 240 python -m bench.speed --transformers --compile --rounds 3 --limit 16 --rows 1 8
 step 90 python -m bench.speed --training --shape 0.5B --rows 32 --max-new 256 --rounds 3
 

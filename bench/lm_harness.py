@@ -24,18 +24,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
 
+import lm_eval  # of bench/requirements.txt
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
 from tqdm import tqdm
-
-try:
-    import lm_eval
-    from lm_eval.api.model import LM
-    from lm_eval.tasks import TaskManager
-except ImportError:
-    if __name__ == "__main__":
-        from plumbing.errors import stop
-
-        stop("lm-eval is not installed: pip install -r bench/requirements.txt")
-    raise
 
 from bench import common
 from decode import Decoder, Options
@@ -62,7 +54,7 @@ BUNDLED = {  # the task that is run on problems of ours, and where these are
     "ifeval_bundled": ("ifeval", HERE / "data/ifeval/test.jsonl"),
     "humaneval_bundled": ("humaneval_bundled", HERE / "data/human_eval/test.jsonl"),
 }
-RUN_CODE = ("humaneval_instruct", "humaneval_bundled")  # these run what the model wrote
+RUN_CODE = {"humaneval_instruct", "humaneval_bundled"}  # these run what the model wrote
 
 # ------------------------------------------------------------------------------ the harness's model
 
@@ -193,11 +185,10 @@ def main() -> None:
     add("--run-code", action="store_true", help="let HumanEval run what the model wrote")
     common.add_decoding(parser, rows=8)
     args = parser.parse_args()
-    for task in RUN_CODE:
-        if task in args.tasks and not args.run_code:
-            raise UserError(f"{task} runs what the model wrote: allow it with --run-code")
     if args.run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for it a second time
+    elif not RUN_CODE.isdisjoint(args.tasks):
+        raise UserError("HumanEval runs what the model wrote: allow it with --run-code")
     ways = common.ways_to_decode(args)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     lm = Mars(args.model, Options(), args.rows, args.device, args.dtype)

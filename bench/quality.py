@@ -5,13 +5,11 @@
     python -m bench.quality --temperature 1                  # and are its samples those of AR?
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
-An answer is right if its last number is the problem's. Prompts without answers will do, too. The
+An answer is right if its last number is the problem's. (Prompts without answers will do, too.) The
 next columns say how many points more accurate a way is than AR and, with --against, than AR of
-another model. Intervals are bootstraps over the problems, 95 %: where no answer becomes right or
-wrong, they have no width.
-
-"tokens/forward" is of all tokens over all forwards. An answer repeats itself if at least 10 % of
-its 6-grams of tokens occurred before in it; such answers are easy to guess.
+another model. Intervals are of 95 %: bootstraps over the problems. "tokens/forward" is all tokens
+over all forwards. An answer repeats itself if at least 10 % of its 6-grams of tokens occurred
+before in it; such answers are easy to guess.
 
 Where a lossless answer parts from AR's and the two best scores (logits, with the noise of the dice
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
@@ -27,6 +25,7 @@ wrong. For answers of the model itself that is what a tau of .95 costs.
 import sys
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -50,23 +49,12 @@ SURE = 0.95
 # ------------------------------------------------------------------------ the columns of the table
 
 
-def mean_and_interval(gains: list[float], weights: list[int]) -> tuple[float, float, float]:
-    """All gains over all weights, and its 95 % interval."""
-    pairs = torch.tensor([gains, weights], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(gains), (10_000, len(gains)), generator=generator)  # rows
-    gain, weight = pairs[:, drawn].sum(-1)
-    low, high = (gain / weight).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    return sum(gains) / sum(weights), low, high
-
-
 def accuracies(right: list[bool], rivals: list[list[bool]]) -> list[str]:
     """In percent the answers that are right, and how many points more than those of each rival."""
-    cells = [f"{sum(right) / len(right):.1%}"]
+    cells = [f"{np.mean(right):.1%}"]
     for others in rivals:
-        gains = [int(mine) - int(other) for mine, other in zip(right, others)]
-        more = [100 * share for share in mean_and_interval(gains, [1] * len(gains))]
-        cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*more))
+        gains = 100 * (np.array(right, dtype=float) - others)
+        cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*common.mean_and_interval(gains)))
     return cells
 
 
@@ -167,7 +155,7 @@ def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> st
         return text
     others = [predict(other, each.tokens, each.prompt_length)[0] for each in examples]
     gained = [(n.sum() - o.sum()).item() for n, o in zip(nats, others)]
-    more, low, high = mean_and_interval(gained, [len(n) for n in nats])
+    more, low, high = common.mean_and_interval(gained, [len(n) for n in nats])
     return f"{text}; {more:+.3f} nats/token (95 %: {low:+.3f} to {high:+.3f})"
 
 
@@ -195,14 +183,6 @@ def first_masks(model: Qwen2, examples: list[Example]) -> tuple[int, int, int]:
 # ----------------------------------------------------------------------------------------- the run
 
 
-def load_other(name: str, model: Qwen2, chat: Chat) -> Qwen2:
-    """A model to compare with, which must read token ids as the first one does."""
-    other, other_chat = load(name, model.device, model.dtype)
-    if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
-        raise UserError(f"--against {name}: has another tokenizer than --model")
-    return other
-
-
 def main() -> None:
     parser = Parser("Accuracy and tokens per forward over tau.")
     common.add_problems(parser)
@@ -225,7 +205,9 @@ def main() -> None:
     other = None
     if args.against:
         rivals.append(args.against)
-        other = load_other(args.against, model, chat)
+        other, other_chat = load(args.against, model.device, model.dtype)
+        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+            raise UserError(f"--against {args.against}: has another tokenizer than --model")
         answers[args.against] = generate(other, prompts, args.rows, **vars(plain))
 
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")

@@ -30,7 +30,7 @@ from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.data import Example
-from plumbing.errors import require, run_main
+from plumbing.errors import run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 # Positions of a forward, and how many of them predict (B = 4): one token; a token and its masks;
@@ -68,10 +68,7 @@ def print_table(title: str, unit: str, values: dict, head=(), cells: dict | None
 
     head, cells: more columns; by way, what stands in them.
     """
-    first = next(iter(values))
-    rivals = [first]
-    if "AR" in values and first != "AR":
-        rivals.append("AR")
+    rivals = [name for i, name in enumerate(values) if i == 0 or name == "AR"]
     rows = []
     for name, mine in values.items():
         row = [name, f"{statistics.median(mine):.2f}"]
@@ -103,27 +100,20 @@ class Ours:
 
 
 class Theirs:
-    """transformers' generate on the same tensors."""
+    """transformers' generate with the same weights."""
 
     def __init__(self, model: Qwen2):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM  # of bench/requirements.txt
 
         self.config = model.config
         ends = list(model.config.eos_token_id)
         config = AutoConfig.for_model(**config_json(model.config) | {"eos_token_id": ends})
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config).eval()
-        self.model.load_state_dict(model.state_dict(), strict=False, assign=True)
-        self.model.tie_weights()
-        rotary = type(self.model.model.rotary_emb)  # its tensors are in no state_dict
-        self.model.model.rotary_emb = rotary(config).to(model.device)
-        self.model.generation_config.eos_token_id = ends
-        self.model.generation_config.pad_token_id = 0
+        with model.device:
+            self.model = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+        self.model.load_state_dict(model.state_dict(), strict=False)  # a tied head is not in it
 
     @torch.inference_mode()
-    def __call__(
-        self, prompts: list[list[int]], max_new: int, rows: int, **options
-    ) -> list[Sequence]:
+    def __call__(self, prompts: list[list[int]], max_new: int, rows: int, **options) -> list:
         """Greedy answers, `rows` prompts at a time, padded on the left."""
         answers = []
         for first in range(0, len(prompts), rows):
@@ -136,6 +126,7 @@ class Theirs:
                 attention_mask=torch.tensor(mask, device=self.model.device),
                 max_new_tokens=max_new,
                 do_sample=False,
+                pad_token_id=0,
                 **options,
             )
             for prompt, tokens in zip(batch, output[:, width:].tolist()):
@@ -177,11 +168,8 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
     prompts = common.encode(chat, problems)
     longest = max(map(len, prompts)) + args.max_new
     for rows in args.rows:
-        asked = prompts
-        if args.shape:  # random weights end no answer early: one batch is enough
-            asked = prompts[:rows]
         ways = make_ways(model, rows, longest, args)
-        work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
+        work = {name: functools.partial(way, prompts, args.max_new) for name, way in ways.items()}
         answers, milliseconds = in_turn(work, args.rounds, model.device)
 
         first = next(iter(ways))
@@ -270,8 +258,6 @@ def main() -> None:
     add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
     common.add_problems(parser, limit=100)
     args = parser.parse_args()
-    if args.transformers:
-        require("transformers", "-r bench/requirements.txt")
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)

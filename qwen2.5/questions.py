@@ -19,7 +19,6 @@ from pathlib import Path
 
 BRIEF = "Solve the problem in two or three sentences. End with the answer as a number."
 BENCH = Path(__file__).parent.parent / "bench/data"
-SIZES = range(150, 900)  # characters of a function
 TASKS = {
     "complete": [
         "Complete this Python function.",
@@ -55,12 +54,8 @@ MISTAKES = [("==", "!="), ("<", ">"), (" + ", " - "), ("not ", ""), ("0", "1"), 
 def functions(source: str) -> list[str]:
     """The source of every function and method of a module."""
     lines = source.split("\n")
-    result = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            own = lines[node.lineno - 1 : node.end_lineno]
-            result.append(textwrap.dedent("\n".join(own)))
-    return result
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [textwrap.dedent("\n".join(lines[f.lineno - 1 : f.end_lineno])) for f in found]
 
 
 def standard_library() -> list[str]:
@@ -73,7 +68,7 @@ def standard_library() -> list[str]:
                 found += functions(path.read_text(encoding="utf-8"))
             except (SyntaxError, UnicodeError):  # examples of wrong code
                 continue
-    return [text for text in dict.fromkeys(found) if len(text) in SIZES]  # each once
+    return [text for text in dict.fromkeys(found) if 150 <= len(text) < 900]  # each once
 
 
 def without_body(function: str) -> str | None:
@@ -94,9 +89,8 @@ def with_mistake(function: str) -> str:
     if not possible:
         return function
     right, wrong = random.choice(possible)
-    places = [match.start() for match in re.finditer(re.escape(right), function)]
-    at = random.choice(places)
-    return function[:at] + wrong + function[at + len(right) :]
+    place = random.choice(list(re.finditer(re.escape(right), function)))
+    return function[: place.start()] + wrong + function[place.end() :]
 
 
 def on_code(function: str) -> str:

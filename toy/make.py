@@ -104,7 +104,6 @@ class Story:
 
     def __init__(self, rng: random.Random):
         self.rng = rng
-        self.total = 0
         if rng.random() < 0.5:
             self.words = {"n": rng.choice(GIRLS), "they": "She"}
         else:
@@ -121,10 +120,6 @@ class Story:
                 [phrasing] = self.rng.choices(phrasings, weights=(6, 3, 1))
                 sentences.append(phrasing.format(**self.words, **numbers))
 
-    def begin(self, total: int) -> None:
-        self.total = total
-        self.step(START, START_SAID, a=total)
-
     def product(self, question: list[str], most: int = 12) -> int:
         """Boxes of so many things each; how many things those are."""
         a = self.rng.randint(2, 9)
@@ -132,13 +127,12 @@ class Story:
         self.step(question, PACKED_SAID, a=a, b=b, r=a * b)
         return a * b
 
-    def gain(self, b: int, question: list[str]) -> None:
-        self.step(question, GAIN_SAID, a=self.total, b=b, r=self.total + b)
-        self.total += b
-
-    def lose(self, b: int, question: list[str]) -> None:
-        self.step(question, LOSE_SAID, a=self.total, b=b, r=self.total - b)
-        self.total -= b
+    def change(self, difference: int, is_asked: bool = True) -> None:
+        """So many things more, or less; is_asked: the question does not say so yet."""
+        question, answer = (GAIN, GAIN_SAID) if difference > 0 else (LOSE, LOSE_SAID)
+        result = self.total + difference
+        self.step(question if is_asked else [], answer, a=self.total, b=abs(difference), r=result)
+        self.total = result
 
     def row(self) -> dict:
         """`prompt` (the question), `response` (the steps), `answer` (the number)."""
@@ -154,17 +148,17 @@ def problem(rng: random.Random) -> dict:
         story.total = story.product(PACKED)
         changes = rng.randint(0, 1)
     else:
-        total = rng.randint(5, 90)
+        story.total = rng.randint(5, 90)
         changes = rng.randint(1, 2)
-        story.begin(total)
+        story.step(START, START_SAID, a=story.total)
         if changes == 2 and rng.random() < 0.5:  # a product and a sum
-            story.gain(story.product(GAIN_PACKED), [])
+            story.change(story.product(GAIN_PACKED), is_asked=False)
             changes = 0
     for _ in range(changes):
         if story.total < 2 or rng.random() < 0.5:
-            story.gain(rng.randint(2, 60), GAIN)
+            story.change(rng.randint(2, 60))
         else:
-            story.lose(rng.randint(1, story.total - 1), LOSE)
+            story.change(-rng.randint(1, story.total - 1))
     return story.row()
 
 
@@ -176,19 +170,22 @@ def hard_problem(rng: random.Random) -> dict:
         story.total = story.product(PACKED, most=20)
         operations -= 1
     else:
-        story.begin(rng.randint(10, 600))
+        story.total = rng.randint(10, 600)
+        story.step(START, START_SAID, a=story.total)
     while operations:
         if story.total < max(2, rng.randint(0, 999)):
+            sign = 1
             room = 999 - story.total
-            change, question, packed_question = story.gain, GAIN, GAIN_PACKED
         else:
+            sign = -1
             room = story.total - 1
-            change, question, packed_question = story.lose, LOSE, LOSE_PACKED
         if operations > 1 and room >= 18 and rng.random() < 0.3:
-            change(story.product(packed_question, most=min(20, room // 9)), [])
+            packed = GAIN_PACKED if sign > 0 else LOSE_PACKED
+            number = story.product(packed, most=min(20, room // 9))
+            story.change(sign * number, is_asked=False)
             operations -= 2
         else:
-            change(rng.randint(1, min(room, 99)), question)
+            story.change(sign * rng.randint(1, min(room, 99)))
             operations -= 1
     for _ in range(rng.randint(0, 2)):
         other = {"m": rng.choice(GIRLS + BOYS), "u": rng.choice(THINGS), "d": rng.randint(2, 400)}
@@ -200,20 +197,14 @@ def hard_problem(rng: random.Random) -> dict:
 
 def split(world: Callable, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[list, list]:
     """Training and test rows of a world (`problem` or `hard_problem`); no prompt comes twice."""
-    seen = set()
-
-    def draw(seed: int, count: int) -> list[dict]:
+    rows = {}  # by their prompts
+    for seed, count in ((1, test_rows), (2, test_rows + train_rows)):
         rng = random.Random(seed)
-        rows = []
         while len(rows) < count:
             row = world(rng)
-            if row["prompt"] not in seen:
-                seen.add(row["prompt"])
-                rows.append(row)
-        return rows
-
-    test = draw(1, test_rows)
-    return draw(2, train_rows), test
+            rows.setdefault(row["prompt"], row)
+    rows = list(rows.values())
+    return rows[test_rows:], rows[:test_rows]
 
 
 def write(path: Path, rows: list[dict]) -> None:

@@ -5,7 +5,8 @@
 All arms go on from one AR model, with the same data and number of steps (one has twice as many),
 once per seed. Each model decodes the problems in several ways. What became of each problem is kept
 in experiments/results/cache, and not made again: with the committed records this only draws the
-report. An interrupted training is resumed.
+report. An interrupted training is resumed. (The record of block diffusion was made by the program
+of commit 2c7fa53.)
 """
 
 import datetime
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from bench.common import ROOT, are_right
 from bench.quality import given_responses, predict
 from decode import generate
-from experiments.paper import baselines
+from experiments.paper.jacobi import jacobi
 from experiments.paper.report import ENTROPY, MARGIN, ONE, OURS, PAPER, write_report
 from model import Qwen2, load
 from plumbing.arguments import Parser
@@ -38,7 +39,6 @@ TRAIN_ROWS = 12_800
 OPTIONS = "--steps 800 --batch 32 --save-every 200 --device cpu"  # of all trainings
 FAST = "--lr 1e-3"
 SLOW = "--lr 5e-4"
-DIFFUSION = "-m experiments.paper.baselines"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Arm:
     block: int = 4  # B of training and decoding
     ways: tuple[str, ...] = (ONE,)  # to decode: see `decoding_options`
     num_seeds: int = 1
-    program: str = "train.py"
 
 
 ALL_WAYS = (ONE, *PAPER, *OURS, *ENTROPY, *MARGIN, "lossless")
@@ -65,7 +64,6 @@ ARMS = {
     "mars-16": Arm(f"--block 16 {FAST}", 16, (ONE, *PAPER, "lossless")),
     "no-clean-4": Arm(f"--block 4 --ar-weight 0 {FAST}"),
     "no-clean-16": Arm(f"--block 16 --ar-weight 0 {FAST}", 16),
-    "diffusion": Arm(f"--block 4 {FAST}", ways=("diffusion",), program=DIFFUSION),
 }
 
 
@@ -89,7 +87,7 @@ def record_path(name: str, seed: int) -> Path:
 
 def train(arm: Arm, seed: int, model: str) -> str:
     """Make the model of an arm. Returns the command that did it."""
-    command = f"python {arm.program} --model {START} --data {WORK}/train.jsonl {OPTIONS}"
+    command = f"python train.py --model {START} --data {WORK}/train.jsonl {OPTIONS}"
     command += f" --out {model} --seed {seed} {arm.options}"
     # --resume goes on with an interrupted training, and ends at once after one.
     words = [sys.executable, *command.split()[1:], "--resume"]
@@ -129,10 +127,8 @@ def measure(directory: Path, arm: Arm, problems: list[dict]) -> dict:
 def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int) -> dict:
     """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
     prompts = [encode_prompt(problem, chat) for problem in problems]
-    if way == "diffusion":
-        answers = [baselines.diffuse(model, prompt) for prompt in prompts]
-    elif way == "jacobi":
-        answers = [baselines.jacobi(model, prompt, num_guesses=16) for prompt in prompts]
+    if way == "jacobi":
+        answers = [jacobi(model, prompt, num_guesses=16) for prompt in prompts]
     else:
         answers = generate(model, prompts, rows=64, **decoding_options(way, block))
     return {
@@ -152,7 +148,7 @@ def main() -> None:
         write(ROOT / WORK / "train.jsonl", rows)
         for name, seed in tqdm(missing):
             complete(name, seed, problems)
-    write_report([record_path(*piece) for piece in pieces], RESULTS)
+    write_report(sorted(RESULTS.glob("cache/*.json")), RESULTS)
     print(f"{RESULTS}/paper.md")
 
 

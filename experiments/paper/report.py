@@ -5,13 +5,12 @@ for other problems and the same seeds. All models answer the same problems, and 
 taken problem by problem: its interval is narrower than those of the two figures suggest.
 """
 
-import functools
 import json
 from pathlib import Path
 
 import numpy as np
 
-from bench.common import table
+from bench.common import mean_and_interval, table
 
 # Ways to decode: a kind and its threshold. Their options are in __main__.py.
 ONE = "tau 1"
@@ -46,23 +45,9 @@ def tokens_per_forward(records: Records, case: Case) -> float:
     return sum(one["tokens"] for one in decoded) / sum(one["forwards"] for one in decoded)
 
 
-@functools.cache
-def resampled(num_problems: int) -> np.ndarray:
-    """How often each problem is drawn, 2,000 times: (2000, num_problems)."""
-    odds = np.full(num_problems, 1 / num_problems)
-    return np.random.default_rng(0).multinomial(num_problems, odds, size=2000)
-
-
-def estimate(by_problem: np.ndarray) -> tuple[float, float, float]:
-    """The mean, and its 95 % interval."""
-    means = resampled(len(by_problem)) @ by_problem / len(by_problem)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return by_problem.mean(), low, high
-
-
 def with_interval(by_problem: np.ndarray, form: str) -> str:
     """mean (low to high)"""
-    mean, low, high = (format(figure, form) for figure in estimate(by_problem))
+    mean, low, high = (format(figure, form) for figure in mean_and_interval(by_problem))
     return f"{mean} ({low} to {high})"
 
 

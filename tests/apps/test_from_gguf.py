@@ -141,7 +141,7 @@ def test_a_head_that_is_another_matrix(theirs, tmp_path):
     [
         ("tokenizer.ggml.tokens", 24, "c", b"?", "the vocabulary has a token twice"),
         ("tokenizer.ggml.pre", 12, "5s", b"llama", "a qwen2 with the tokenizer of llama"),
-        ("qwen2.block_count", 4, "I", 2**31, "2147483648 layers in 26 tensors"),
+        ("qwen2.block_count", 4, "I", 2**31, "2147483648 layers in 27 tensors"),
         ("qwen2.embedding_length", 4, "I", 2**30, "expected (512, 1073741824), found (512, 64)"),
         ("token_embd.weight", 20, "I", 999, "is not a valid GGMLQuantizationType"),
     ],

@@ -129,10 +129,6 @@ def test_accuracy_against_that_of_another():
     rivals = [[False, False, False], [True, False, True]]
     expected = ["66.7%", "+66.7 (+0.0 to +100.0)", "+0.0 (-100.0 to +100.0)"]
     assert quality.accuracies([True, True, False], rivals) == expected
-    mean, low, high = quality.mean_and_interval([1, 0, -1, 1] * 100, [1] * 400)
-    deviation = (11 / 16 / 400) ** 0.5  # of a mean of 400 draws
-    assert mean == 0.25 and low == pytest.approx(0.25 - 1.96 * deviation, abs=0.01)
-    assert high == pytest.approx(0.25 + 1.96 * deviation, abs=0.01)
 
 
 def test_the_table_of_qualities():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import shutil
 import sys
@@ -9,17 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from common import ROOT, rows_of
+from common import ROOT, cases, random_prompt, rows_of, tiny_model
 
 import experiments.paper.__main__ as paper
-from experiments.paper import report
+from bench.common import mean_and_interval
+from decode import generate
+from experiments.paper.jacobi import jacobi
 from experiments.paper.report import ONE
 from toy.make import problem
 
 
 def test_from_nothing_to_a_report(tmp_path, monkeypatch):
-    """Two arms are trained, from a smaller model, for few steps, on easier problems; the records of
-    the others are there. What was made is not made again."""
+    """Two arms, from a smaller model, of few steps, on easier problems. What was made is not made
+    again."""
     monkeypatch.setattr(paper, "START", "toy/sft")
     monkeypatch.setattr(paper, "hard_problem", problem)
     monkeypatch.setattr(paper, "TRAIN_ROWS", 40)
@@ -31,7 +34,7 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["paper"])
     ways = (ONE, "paper 0.5", "ours 0.5", "entropy 0.1", "lossless")
     mars = replace(paper.ARMS["mars-4"], ways=ways, num_seeds=1)
-    arms = {"mars-4": mars, "diffusion": paper.ARMS["diffusion"]}
+    arms = {"mars-4": mars, "sft": paper.ARMS["sft"]}
     monkeypatch.setattr(paper, "ARMS", arms)
     paper.main()
     records = {name: json.loads(paper.record_path(name, 0).read_text()) for name in arms}
@@ -50,8 +53,8 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
     mine, papers = decoded["ours 0.5"], decoded["paper 0.5"]
     assert mine["tokens"] / mine["forwards"] > papers["tokens"] / papers["forwards"]
     assert len(decoded[ONE]["right"]) == len(records["mars-4"]["nats"].split()) == 3
-    [way] = records["diffusion"]["decoded"].values()
-    assert way["forwards"] and len(way["right"]) == 3
+    one, guessed = records["sft"]["decoded"].values()
+    assert guessed["right"] == one["right"] and guessed["forwards"] < one["forwards"]
 
 
 def test_the_committed_records_draw_the_committed_report(tmp_path, monkeypatch):
@@ -76,13 +79,32 @@ def test_intervals():
     the truth is inside in about 95 of 100 cases."""
     rng = np.random.default_rng(1)
     one = (rng.random(1000) < 0.7).astype(float)
-    mean, low, high = report.estimate(one)
+    mean, low, high = mean_and_interval(one)
     assert mean == pytest.approx(one.mean())
     assert high - low == pytest.approx(2 * 1.96 * math.sqrt(mean * (1 - mean) / 1000), rel=0.05)
     inside = 0
     for _ in range(400):
         hard = rng.normal(0, 0.2, 200)
         by_seed = [0.6 + hard + rng.normal(0, 0.3, 200) for _ in range(3)]
-        _, low, high = report.estimate(np.mean(by_seed, axis=0))
+        _, low, high = mean_and_interval(np.mean(by_seed, axis=0))
         inside += low < 0.6 < high
     assert 0.92 <= inside / 400 <= 0.98
+
+
+def test_jacobi_is_lossless():
+    """And it gives more than one token per forward, where a text repeats itself."""
+    num_tokens = 0
+    num_forwards = 0
+    for seed in cases(15, 300):
+        rng = random.Random(seed)
+        model = tiny_model(rng)
+        prompts = [random_prompt(rng, rng.randint(1, 70)) for _ in range(5)]
+        max_new = rng.randint(1, 40)
+        for prompt, expected in zip(prompts, generate(model, prompts, tau=1.0, max_new=max_new)):
+            answer = jacobi(model, prompt, rng.randint(1, 9), max_new)
+            assert answer.tokens == expected.tokens
+            alone = jacobi(model, prompt, 0, max_new)
+            assert alone.tokens == expected.tokens and alone.forwards == len(alone.tokens)
+            num_tokens += len(answer.tokens)
+            num_forwards += answer.forwards
+    assert num_tokens > 1.5 * num_forwards  # 1.4 if it forgot what it predicted
