@@ -30,7 +30,7 @@ from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.data import Example
-from plumbing.errors import run_main
+from plumbing.errors import require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 # Positions of a forward, and how many of them predict (B = 4): one token; a token and its masks;
@@ -258,6 +258,8 @@ def main() -> None:
     add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
     common.add_problems(parser, limit=100)
     args = parser.parse_args()
+    if args.transformers:
+        require("transformers", "-r bench/requirements.txt")
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
