@@ -10,8 +10,12 @@
     last guesses, right or wrong. It is lossless.
 
 The command trains block diffusion, by train.py's loop and with its options. (In its log `noisy` is
-the loss; the look-ahead is that of MARS's masks, which it does not learn.)
+the loss; the look-ahead is that of MARS's masks, which it does not learn.) With --ar-weight it
+trains MARS instead, with another weight of the clean loss than 1.
 """
+
+import functools
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,7 @@ from torch import Tensor
 import train
 from decode import Sequence
 from model import Qwen2
+from plumbing.arguments import number
 from plumbing.data import Example
 from plumbing.processes import run_main_and_exit
 from plumbing.scheduler import num_in_common
@@ -63,7 +68,8 @@ def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
     """The mean over the targets; end tokens, which are targets, too, fill up the last block."""
     block = model.config.block
     start = example.prompt_length
-    num_padding = -example.num_targets % block
+    num_targets = len(example.response)
+    num_padding = -num_targets % block
     tokens = torch.tensor(example.tokens + [example.tokens[-1]] * num_padding, device=model.device)
     t, masked = draw_noise(len(tokens))
     masked = masked.to(model.device)
@@ -72,7 +78,7 @@ def diffusion_loss(model: Qwen2, example: Example) -> Tensor:
     hidden = block_states(model, tokens[:-block], start, blocks).flatten(0, 1)
     at = masked[start:]
     total = F.cross_entropy(model.logits(hidden[at]), tokens[start:][at], reduction="sum")
-    return total / t / example.num_targets
+    return total / t / num_targets
 
 
 def diffusion_gradients(model: Qwen2, examples: list[Example], recipe: train.Recipe) -> Tensor:
@@ -132,8 +138,25 @@ def jacobi(model: Qwen2, prompt: list[int], num_guesses: int, max_new: int = 256
     return answer
 
 
+# ----------------------------------------------------------------------------------- command line
+
+
+def weighted_gradients(
+    model: Qwen2, examples: list[Example], recipe: train.Recipe, ar_weight: float
+) -> Tensor:
+    """MARS's, with another weight of the clean loss."""
+    return train.add_gradients(model, examples, replace(recipe, ar_weight=ar_weight))
+
+
 def main() -> None:
-    train.main(diffusion_gradients)
+    parser = train.make_parser()
+    weight_help = "train MARS, with this weight of the clean loss"
+    parser.add_argument("--ar-weight", type=number(float, 0, 1e6), help=weight_help)
+    args = parser.parse_args()
+    gradients = diffusion_gradients
+    if args.ar_weight is not None:
+        gradients = functools.partial(weighted_gradients, ar_weight=args.ar_weight)
+    train.main(args, gradients)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from experiments.paper.baselines import diffuse, draw_noise, jacobi
 from model import load
 from plumbing.data import Example
 
+WORDS = ("--model", ROOT / "toy/sft", "--data", ROOT / "toy/test.jsonl", "--device", "cpu")
+WORDS += ("--batch", 4, "--lr", 1e-3)
+
 
 def window_logits(model, text: list[int], prompt: int, window: list[int]) -> torch.Tensor:
     """Logits of a window whose first token is a copy of the text's last one; nothing is cached.
@@ -49,7 +52,8 @@ def test_diffusion_trains_what_it_decodes(monkeypatch):
         prompt = random_prompt(rng, rng.randint(1, 12))
         response = random_prompt(rng, rng.randint(1, 9))
         example = Example([*prompt, *response, EOS], len(prompt))
-        tokens = example.tokens + [EOS] * (-example.num_targets % block)
+        num_targets = len(response) + 1
+        tokens = example.tokens + [EOS] * (-num_targets % block)
         t, masked = draw_noise(len(tokens))
         monkeypatch.setattr(baselines, "draw_noise", lambda *_, noise=(t, masked): noise)
         expected = 0.0
@@ -62,7 +66,7 @@ def test_diffusion_trains_what_it_decodes(monkeypatch):
                 if masked[place]:
                     expected -= logprobs[tokens[place]].item() / t
         loss = baselines.diffusion_loss(model, example).item()
-        assert loss == pytest.approx(expected / example.num_targets, rel=1e-6)
+        assert loss == pytest.approx(expected / num_targets, rel=1e-6)
 
 
 @torch.inference_mode()
@@ -119,12 +123,22 @@ def test_jacobi_is_lossless():
     assert num_tokens > 1.2 * num_forwards
 
 
+def train(*words) -> list[dict]:
+    """The log of a training on problems of the toy."""
+    assert command("experiments.paper.baselines", *WORDS, *words).status == 0
+    return rows_of(words[-1] / "log.jsonl")
+
+
+def test_another_weight_of_the_clean_loss(tmp_path):
+    """MARS of the same losses, and other gradients: of the clean loss as well, or not at all."""
+    one, other = (train("--steps", 1, "--ar-weight", w, "--out", tmp_path / str(w)) for w in (1, 0))
+    assert one[0]["noisy"] == other[0]["noisy"] and one[0]["clean"] == other[0]["clean"] > 0
+    assert one[0]["grad_norm"] != other[0]["grad_norm"]
+
+
 def test_block_diffusion_learns(tmp_path):
     """It is trained by train.py, with its options."""
-    words = ["--model", ROOT / "toy/sft", "--data", ROOT / "toy/test.jsonl", "--out", tmp_path]
-    words += ["--steps", 12, "--batch", 4, "--lr", 1e-3, "--device", "cpu"]
-    assert command("experiments.paper.baselines", *words).status == 0
-    records = rows_of(tmp_path / "log.jsonl")
+    records = train("--steps", 12, "--out", tmp_path)
     assert records[-1]["noisy"] < 0.8 * records[0]["noisy"]
     model, _ = load(str(tmp_path))
     assert model.config.block == 4
