@@ -314,7 +314,7 @@ def train(
             record["look_ahead"] = look_ahead(model, held_out, recipe)
         run.log(record)
 
-        stop = processes.largest(run.stop_signal.number)  # of any process
+        stop = processes.largest(run.stop_signal.number)  # 0 if none came to any process
         if is_due or stop:
             run.save(model, optimizer)
         if stop and not is_last:

@@ -31,8 +31,7 @@ def random_example(rng: random.Random, block: int) -> Example:
     for _ in range(2):
         near = rng.choice([block, 2 * block, 4 * block])
         lengths.append(max(1, near + rng.choice([-1, 0, 1, rng.randint(0, 9)])))
-    prompt, response = lengths
-    return Example(random_prompt(rng, prompt + response), prompt)
+    return Example(random_prompt(rng, sum(lengths)), prompt_length=lengths[0])
 
 
 def write(path: Path, rows: list[dict]) -> JsonlFile:
@@ -66,11 +65,6 @@ def two_stream_loss(model: Qwen2, example: Example, block: int) -> torch.Tensor:
     targets = torch.tensor(x[example.prompt_length :])
     both = [model.logits(hidden[at + offset]) for offset in (length, 0)]
     return torch.stack([F.cross_entropy(logits, targets) for logits in both])
-
-
-def mean_two_stream_loss(model: Qwen2, examples: list[Example], block: int) -> torch.Tensor:
-    """The mean over the examples of both losses: (2,)."""
-    return sum(two_stream_loss(model, example, block) for example in examples) / len(examples)
 
 
 def mask_predictions(model: Qwen2, example: Example, block: int) -> list[tuple]:

@@ -142,10 +142,7 @@ def test_a_tokenizer_that_panics_when_it_is_read(tmp_path):
     edit_tokenizer(tmp_path, model=model | {"continuing_subword_prefix": "é"})
     with pytest.raises(UserError, match="tokenizer.json: missing or damaged"):
         Chat(tmp_path)
-
-
-def test_interrupting_is_no_damage():
-    """What catches a panic does not catch Ctrl-C."""
+    # What catches a panic does not catch Ctrl-C.
     with pytest.raises(KeyboardInterrupt), failure_as("damaged"):
         raise KeyboardInterrupt
 

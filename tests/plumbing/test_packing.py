@@ -44,8 +44,8 @@ def test_the_forwards_of_a_step():
         for _ in range(rng.randint(worlds, 128)):
             tokens = random_prompt(rng, 2 + rng.randint(5, 400))
             examples.append(Example(tokens, rng.randint(1, 5)))
-        packed = Recipe(MASK, rng.randint(1, 8), batch_tokens=rng.choice([1024, 4096]))
-        packed = replace(packed, row_width=1216)
+        positions = rng.choice([1024, 4096])
+        packed = Recipe(MASK, rng.randint(1, 8), batch_tokens=positions, row_width=1216)
         total = sum(len(lay_out(example, packed).tokens) for example in examples)
         for recipe in (packed, replace(packed, row_width=None)):
             each = [forward_inputs(examples, recipe, rank, worlds) for rank in range(worlds)]
