@@ -10,7 +10,7 @@ predicts the token after its own place.
 
 What is unusual here:
   * the noisy stream holds response positions only: [clean ; masks]. The paper's also repeats the
-    prompt, unmasked, which computes clean positions a second time; the loss is the same;
+    prompt, unmasked; the loss is the same;
   * every target is weighted relative to the whole step, so the loss does not depend on how a step
     is packed, cut into forwards and split among processes (torchrun and FSDP2);
   * a run that was killed continues bit for bit (`--resume`, on a CPU, with as many threads).
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from model import Config, Qwen2, add_mask_token, initialize, load, visible
 from plumbing import processes
-from plumbing.arguments import Parser, find_device, number
+from plumbing.arguments import Parser, find_device
 from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
 from plumbing.config import read_config
@@ -39,7 +39,7 @@ from plumbing.errors import UserError
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import own_rows, round_up, shared_rows
-from plumbing.runs import Run, find_progress, training_parser, what_decides
+from plumbing.runs import Run, find_progress, training_parser
 
 # --------------------------------------------------------------------------------------- the method
 
@@ -127,22 +127,11 @@ def join(streams: list[Streams], rows: list[list[int]], width: int) -> Streams:
     return joined
 
 
-def place_masks(prompt: int, length: int, block: int) -> tuple[Tensor, Tensor]:
-    """The position of each mask, and where its block begins: both (M,).
-
-    A mask stands in the place of each response token but the last, which has no next token. Blocks
-    begin at 0, B, 2B, ...; one that begins in the prompt is cut short.
-    """
-    mask_pos = torch.arange(prompt, length - 1)
-    block_start = mask_pos - mask_pos % block
-    return mask_pos, block_start.clamp(min=prompt)
-
-
 def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     """One example as [clean ; masks]; its weights are those of a mean over its targets.
 
-    The last position of each stream, which predicts nothing, is left out: of the L tokens L - 1 are
-    in the clean stream.
+    The blocks are those of `naive_loss`. The last position of each stream, which has no next token
+    to predict, is left out.
     """
     x = torch.tensor(example.tokens)
     P = example.prompt_length
@@ -150,13 +139,13 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     clean_pos = torch.arange(L - 1)
     mask_pos = block_start = torch.arange(0)  # no masks
     if recipe.block is not None:
-        mask_pos, block_start = place_masks(P, L, recipe.block)
+        mask_pos = torch.arange(P, L - 1)
+        block_start = mask_pos - mask_pos % recipe.block
     pos = torch.cat([clean_pos, mask_pos])
-    T = len(pos)
-    share = 1 / example.num_targets
-    clean_weight = torch.zeros(T)
+    share = 1 / (L - P)
+    clean_weight = torch.zeros(len(pos))
     clean_weight[P - 1 : L - 1] = share
-    noisy_weight = torch.zeros(T)
+    noisy_weight = torch.zeros(len(pos))
     if recipe.block is not None:
         noisy_weight[L - 1 :] = share  # the masks'
         # No mask predicts the first response token. The last prompt token does, so it counts in the
@@ -165,8 +154,8 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     return Streams(
         tokens=torch.cat([x[:-1], torch.full_like(mask_pos, recipe.mask_id)]),
         pos=pos,
-        prefix=torch.cat([clean_pos + 1, block_start]),
-        doc=torch.full((T,), doc),
+        prefix=torch.cat([clean_pos + 1, block_start.clamp(min=P)]),
+        doc=torch.full_like(pos, doc),
         target=x[pos + 1],
         noisy_weight=noisy_weight,
         clean_weight=clean_weight,
@@ -178,26 +167,22 @@ def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> l
 
     Each loss of a step is the mean over its examples.
     """
-    streams = []
-    for doc, example in enumerate(examples):
-        layout = lay_out(example, recipe, doc)
-        layout.noisy_weight.div_(len(examples))
-        layout.clean_weight.div_(len(examples))
-        streams.append(layout)
+    streams = [lay_out(example, recipe, doc) for doc, example in enumerate(examples)]
+    for each in streams:
+        each.noisy_weight.div_(len(examples))
+        each.clean_weight.div_(len(examples))
     return fill_forwards(streams, recipe, rank, size)
 
 
 def fill_forwards(streams: list[Streams], recipe: Recipe, rank=0, size=1) -> list[Streams]:
     """The forwards of process `rank`, in which the streams of a step stand side by side."""
+    streams = sorted(streams, key=lambda each: -len(each.tokens))
     lengths = [len(each.tokens) for each in streams]
     if recipe.row_width is None:
         plans = own_rows(lengths, recipe.batch_tokens, size)
     else:
         plans = shared_rows(lengths, recipe.row_width, recipe.batch_tokens, size)
     return [join(streams, rows, width) for rows, width in plans[rank::size]]
-
-
-# --------------------------------------------------------------------------------------------- loss
 
 
 def can_use_flex(model: Qwen2) -> bool:
@@ -209,20 +194,17 @@ def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
     fields = (inputs.pos, inputs.prefix, inputs.doc)
     if can_use_flex(model):
         return model(inputs.tokens, inputs.pos, block_mask(visible, *fields), kernel=attend_flex)
-    queries = [field[:, None, :, None] for field in fields]
-    keys = [field[:, None, None, :] for field in fields]
-    mask = visible(*queries, *keys)  # (R, 1, T, T)
-    return model(inputs.tokens, inputs.pos, mask)
+    queries = [field[:, None, :, None] for field in fields]  # (R, 1, T, 1)
+    keys = [field[:, None, None, :] for field in fields]  # (R, 1, 1, T)
+    return model(inputs.tokens, inputs.pos, visible(*queries, *keys))
 
 
 def weighted_cross_entropy(model: Qwen2, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """The sum of weight (R, T) times cross-entropy; logits are made where the weight is not 0."""
-
-    def cross_entropy(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(model.logits(hidden), target, reduction="none")
-
     at = weight.nonzero(as_tuple=True)  # row and column of each position that counts
-    each = model.in_chunks(cross_entropy, hidden[at], target[at])
+    each = model.in_chunks(
+        lambda h, y: F.cross_entropy(model.logits(h), y, reduction="none"), hidden[at], target[at]
+    )
     return (each * weight[at]).sum()
 
 
@@ -234,7 +216,13 @@ def losses(model: Qwen2, inputs: Streams) -> tuple[Tensor, Tensor]:
     return noisy, clean
 
 
-def add_gradients(model: Qwen2, examples: list[Example], recipe: Recipe) -> Tensor:
+def add_gradients(
+    model: Qwen2,
+    examples: list[Example],
+    recipe: Recipe,
+    forward_inputs=forward_inputs,
+    losses=losses,
+) -> Tensor:
     """Add the gradients of a step's loss; its two parts (noisy, clean) in this process: (2,)."""
     rank, size = processes.rank_and_size()
     sums = torch.zeros(2, device=model.device)
@@ -255,8 +243,7 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
     k ahead, lossless decoding gives about 1 + s_2 + s_2 s_3 + ... tokens per forward.
     """
     bins = (recipe.block or 0) + 2
-    right = torch.zeros(bins).double()
-    count = torch.zeros(bins).double()
+    right, count = torch.zeros(2, bins).double()
     for inputs in forwards:
         inputs = inputs.to(model.device)
         ahead = torch.where(inputs.is_mask, inputs.pos - inputs.prefix + 2, 1)
@@ -286,17 +273,11 @@ def learning_rate(peak: float, progress: float) -> float:
 
 
 def train(
-    model: Qwen2,
-    data: Dataset,
-    held_out: list[Streams],
-    run: Run,
-    recipe: Recipe,
-    add_gradients=add_gradients,
+    model: Qwen2, held_out: list[Streams], run: Run, recipe: Recipe, add_gradients=add_gradients
 ) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run.
 
-    held_out: forwards to measure `look_ahead` on. add_gradients: what a step learns; another one
-    makes it another method.
+    held_out: forwards to measure `look_ahead` on. add_gradients: what a step learns.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -304,7 +285,7 @@ def train(
     steps_done = run.resume(model, optimizer)
     for step in range(steps_done + 1, recipe.steps + 1):
         began = time.perf_counter()
-        examples = data.next_batch(recipe.batch)
+        examples = run.data.next_batch(recipe.batch)
         sums = add_gradients(model, examples, recipe)
         norm = processes.clip_gradients(model, CLIP)
         if not math.isfinite(norm):
@@ -333,7 +314,7 @@ def train(
             record["look_ahead"] = look_ahead(model, held_out, recipe)
         run.log(record)
 
-        stop = run.stop_requested()
+        stop = processes.largest(run.stop_signal.number)  # 0 if none came to any process
         if is_due or stop:
             run.save(model, optimizer)
         if stop and not is_last:
@@ -345,12 +326,9 @@ def train(
 
 
 def make_parser() -> Parser:
-    parser = training_parser(
-        "Train a Qwen2.5 checkpoint to predict several tokens per forward (MARS)."
-    )
+    parser = training_parser("Train a Qwen2.5 to predict several tokens per forward (MARS).")
     add = parser.add_argument
     add("--objective", choices=("mars", "sft"), default="mars", help="sft is stage 1, mars stage 2")
-    add("--ar-weight", type=number(float, 0, 1e6), default=1.0, help="weight of the clean loss")
     return parser
 
 
@@ -365,8 +343,8 @@ def open_model(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, C
         chat = Chat(directory)
         add_mask_token(model, chat)
         model.to(device)
-        weights = "has no weights (model*.safetensors)"
-        processes.say(f"{args.model}: {weights}: training begins with random ones")
+        text = "has no weights (model*.safetensors): training begins with random ones"
+        processes.say(f"{args.model}: {text}")
     positions = model.config.max_position_embeddings
     if args.max_length > positions:
         raise UserError(f"--max-length {args.max_length}: the model has {positions} positions")
@@ -380,60 +358,53 @@ def packed_width(model: Qwen2, longest: int) -> int | None:
     return round_up(3 * longest // 2, 32)  # room for the longest example and a short one
 
 
-def make_recipe(
-    args: argparse.Namespace, model: Qwen2, data: Dataset, dtype: torch.dtype, ar_weight=1.0
-) -> Recipe:
-    """What the options ask for. A row that is skipped counts in --epochs like any other."""
-    steps = args.steps or math.ceil(args.epochs * len(data.training) / args.batch)
-    block = model.config.block
-    num_streams = 1 if block is None else 2
-    return Recipe(
-        mask_id=model.config.mask_token_id,
-        block=block,
-        ar_weight=ar_weight,
-        lr=args.lr,
-        batch=args.batch,
-        steps=steps,
-        save_every=args.save_every,
-        batch_tokens=args.batch_tokens,
-        row_width=packed_width(model, num_streams * args.max_length),
-        dtype=dtype,
-    )
-
-
-def describe(args: argparse.Namespace, model: Qwen2, data: Dataset, recipe: Recipe) -> None:
-    """Say what is about to be trained, on what, and for how long."""
-    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    machine = f"{processes.rank_and_size()[1]} x {model.device}"
-    text = f"{args.model}: {millions:.1f} M parameters on {machine}"
-    processes.say(f"{text}; {len(data.rows)} rows, {recipe.steps} steps")
-    if not data.held_out:
-        processes.say("fewer than ten rows: none is held out to measure look-ahead on")
-
-
-def main(add_gradients=add_gradients) -> None:
-    args = make_parser().parse_args()
+def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, Dataset, Recipe]:
+    """What every way to train begins with. The dict is that of `find_progress`."""
     device, dtype = find_device(args.device, args.dtype)
     if dist.is_torchelastic_launched():
         device = processes.join(device)
     with processes.together():
         rows = JsonlFile(args.data)  # first: a model may take long to download
-        settings = what_decides(args, rows)
-        found = find_progress(args.out, settings, args.resume)
+        progress = find_progress(args, rows)
         model, chat = open_model(args, device)
-        model.config.block = args.block if args.objective == "mars" else None
+        model.config.block = block
         data = Dataset(rows, chat, model.config.eos_token_id, args.max_length, args.seed)
-        recipe = make_recipe(args, model, data, dtype, args.ar_weight)
-        describe(args, model, data, recipe)
-
-    held_out = forward_inputs(data.held_out, recipe)
+    num_streams = 1 if block is None else 2
+    recipe = Recipe(
+        mask_id=model.config.mask_token_id,
+        block=block,
+        lr=args.lr,
+        batch=args.batch,
+        # A row that is skipped counts in --epochs like any other.
+        steps=args.steps or math.ceil(args.epochs * len(data.training) / args.batch),
+        save_every=args.save_every,
+        batch_tokens=args.batch_tokens,
+        row_width=packed_width(model, num_streams * args.max_length),
+        dtype=dtype,
+    )
+    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    machine = f"{processes.rank_and_size()[1]} x {device}"
+    text = f"{args.model}: {millions:.1f} M parameters on {machine}"
+    processes.say(f"{text}; {len(rows)} rows, {recipe.steps} steps")
+    if not data.held_out:
+        processes.say("fewer than ten rows: none is held out to measure look-ahead on")
     if args.checkpoint_layers:
         processes.recompute_layers(model)
+    return progress, model, data, recipe
+
+
+def main(args: argparse.Namespace | None = None, add_gradients=add_gradients) -> None:
+    """args: of `make_parser`, perhaps with more options; None: of the command line."""
+    args = args or make_parser().parse_args()
+    block = args.block if args.objective == "mars" else None
+    progress, model, data, recipe = prepare(args, block)
+    held_out = forward_inputs(data.held_out, recipe)
     if dist.is_initialized():
-        processes.shard(model, dtype)
-    with Run(args.out, settings, found, chat, data, recipe.steps) as run:
-        stop = train(model, data, held_out, run, recipe, add_gradients)
-    processes.wait_for_all()
+        processes.shard(model, recipe.dtype)
+    with Run(args.out, progress, data, recipe.steps) as run:
+        stop = train(model, held_out, run, recipe, add_gradients)
+    if dist.is_initialized():
+        dist.barrier()  # the process that hosts the rendezvous must not end first
     if stop:
         sys.exit(128 + stop)
 

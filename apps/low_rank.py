@@ -3,19 +3,14 @@
     python -m apps.low_rank --model MODEL --data data.jsonl --out mars
 
 docs/real-model.md makes data.jsonl, of the model's own answers. The blocks of masks and the loop
-are train.py's. There all weights learn, and they serve clean tokens, too: what masks learn changes
-what the model says. What is different here is what learns:
-  * a matrix W becomes W + left @ right, and only `left` is trained. The K rows of `right` are
+are train.py's. There all weights learn, and what masks learn changes what the model says. Here:
+  * a matrix W becomes W + left @ right, and only `left` learns. The K rows of `right` are
     directions of W's input: a change along these is felt by masks, and hardly by clean tokens;
-  * of the embedding only the row of `<|mask|>` is trained;
-and the loss, noisy + WEIGHT * drift:
-  * noisy is the cross-entropy of the masks, as in train.py. But clean tokens learn nothing: so the
-    first token of a response, which no mask predicts, does not count;
-  * drift is the divergence KL(start || model) of the clean stream's predictions, per response token
-    and over the whole vocabulary. start is the model as it was. (The data's tokens instead would
-    teach the model to be surer of its own answers.) In the log it is called clean;
+  * of the embedding only the row of `<|mask|>` learns;
+  * the loss is noisy + WEIGHT * drift: the cross-entropy of the masks, and KL(start || model) of
+    the clean stream's predictions. start is the model as it was. In the log drift is called clean;
   * a row with `"masks": false` has no masks. That is for answers that were drawn at a temperature:
-    they show what else the model might say, but masks should guess its likeliest answer.
+    masks should guess the likeliest answer.
 The model that is saved is an ordinary one. To find the directions takes 8 bytes per layer and
 squared intermediate_size, 5 GiB for a 0.5B.
 """
@@ -37,55 +32,35 @@ from torch import Tensor, nn
 import train
 from model import Qwen2, load
 from plumbing import checkpoints, processes
-from plumbing.arguments import Parser, find_device, number
+from plumbing.arguments import Parser, number
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
-from plumbing.jsonl import JsonlFile
-from plumbing.runs import Run, find_progress, training_parser, what_decides
-from train import Recipe, Streams, fill_forwards, hidden_states, weighted_cross_entropy
+from plumbing.runs import Run, training_parser
+from train import Recipe, Streams, fill_forwards, hidden_states, lay_out, weighted_cross_entropy
 
 PENALTY = 10  # how much more a clean token's change counts than a mask's
 NUM_MEASURED = 60  # examples from which the directions are found
 
-# --------------------------------------------------------------------------------------- the loss
 
-
-def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
-    """One example's streams. Its weights are those of two means: over its masks, over its targets.
-
-    An example without masks is its clean stream.
-    """
-    if not example.has_masks:
-        return train.lay_out(example, replace(recipe, block=None), doc)
-    streams = train.lay_out(example, recipe, doc)
-    num_masks = streams.is_mask.sum().clamp(min=1)  # 0 if there is only one target
-    return streams._replace(noisy_weight=streams.is_mask / num_masks)
-
-
-def forward_inputs(examples: list[Example], recipe: Recipe) -> list[Streams]:
-    """What each forward of a step is fed. The noisy loss is a mean over the examples with masks."""
+def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> list[Streams]:
+    """As in train.py, but the noisy loss is a mean over masks, and over the examples with masks."""
     num_with_masks = max(1, sum(example.has_masks for example in examples))
     streams = []
     for doc, example in enumerate(examples):
-        layout = lay_out(example, recipe, doc)
-        layout.noisy_weight.div_(num_with_masks)
-        layout.clean_weight.div_(len(examples))
-        streams.append(layout)
-    return fill_forwards(streams, recipe)
-
-
-def is_clean(inputs: Streams) -> Tensor:
-    """Which positions (R, T) are clean tokens: neither masks nor padding."""
-    return ~inputs.is_mask & (inputs.doc >= 0)
+        block = recipe.block if example.has_masks else None
+        layout = lay_out(example, replace(recipe, block=block), doc)
+        num_masks = layout.is_mask.sum().clamp(min=1)  # 0 if there is only one target
+        # No mask predicts the first token of a response, so that does not count.
+        noisy_weight = layout.is_mask / num_masks / num_with_masks
+        clean_weight = layout.clean_weight / len(examples)
+        streams.append(layout._replace(noisy_weight=noisy_weight, clean_weight=clean_weight))
+    return fill_forwards(streams, recipe, rank, size)
 
 
 @torch.no_grad()
 def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
-    """Hidden states (R, T, D) of the clean stream alone; 0 at masks, which are not computed.
-
-    The frozen model needs no masks: each example is a row of a causal forward.
-    """
-    at = is_clean(inputs)
+    """Hidden states (R, T, D) of clean tokens, from a causal forward without masks; else 0."""
+    at = ~inputs.is_mask & (inputs.doc >= 0)
     docs, row = inputs.doc[at].unique(return_inverse=True)  # row: of each clean position
     pos = inputs.pos[at]
     tokens = pos.new_zeros(len(docs), int(pos.max()) + 1)
@@ -97,8 +72,8 @@ def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
     return result
 
 
-def weighted_divergence(model: Qwen2, hidden: Tensor, start: Qwen2, inputs: Streams) -> Tensor:
-    """The sum of weight times KL(start || model) over the clean stream."""
+def losses(model: Qwen2, inputs: Streams, start: Qwen2) -> tuple[Tensor, Tensor]:
+    """(noisy, drift): what one forward adds to each loss of its step."""
 
     def divergence(hidden: Tensor, start_hidden: Tensor) -> Tensor:
         log_probs = model.logits(hidden).log_softmax(-1)
@@ -107,31 +82,12 @@ def weighted_divergence(model: Qwen2, hidden: Tensor, start: Qwen2, inputs: Stre
         gaps = gaps.masked_fill(start_log_probs.isneginf(), 0)  # of `<|mask|>`: -inf in both
         return (start_log_probs.exp() * gaps).sum(-1)
 
+    hidden = hidden_states(model, inputs)
+    noisy = weighted_cross_entropy(model, hidden, inputs.target, inputs.noisy_weight)
     at = inputs.clean_weight.nonzero(as_tuple=True)
     start_hidden = clean_states(start, inputs)
     each = model.in_chunks(divergence, hidden[at], start_hidden[at])
-    return (each * inputs.clean_weight[at]).sum()
-
-
-def losses(model: Qwen2, start: Qwen2, inputs: Streams) -> tuple[Tensor, Tensor]:
-    """(noisy, drift): what one forward adds to each loss of its step."""
-    hidden = hidden_states(model, inputs)
-    noisy = weighted_cross_entropy(model, hidden, inputs.target, inputs.noisy_weight)
-    drift = weighted_divergence(model, hidden, start, inputs)
-    return noisy, drift
-
-
-def add_gradients(
-    model: Qwen2, examples: list[Example], recipe: Recipe, start: Qwen2, weight: float
-) -> Tensor:
-    """Add the gradients of a step's loss; its two parts (noisy, drift): (2,)."""
-    sums = torch.zeros(2, device=model.device)
-    for inputs in forward_inputs(examples, recipe):
-        with processes.arithmetic_in(recipe.dtype, model.device):
-            noisy, drift = losses(model, start, inputs.to(model.device))
-        (noisy + weight * drift).backward()
-        sums += torch.stack([noisy, drift]).detach()
-    return sums
+    return noisy, (each * inputs.clean_weight[at]).sum()
 
 
 # ----------------------------------------------------------------------------------- what learns
@@ -189,14 +145,14 @@ def second_moments(model: Qwen2, forwards: list[Streams], of_masks: bool) -> dic
         sums[name] = torch.zeros(m, m, device=model.device)
 
         def add(_, args: tuple[Tensor], total: Tensor = sums[name]) -> None:
-            x = args[0][picked].float()  # (R, T, m) to (N, m)
+            x = args[0][at].float()  # (R, T, m) to (N, m)
             total.addmm_(x.T, x)
 
         hooks.append(linear.register_forward_pre_hook(add))
     for inputs in forwards:
         inputs = inputs.to(model.device)
-        picked = inputs.is_mask if of_masks else is_clean(inputs)  # (R, T)
-        count += int(picked.sum())
+        at = (inputs.is_mask == of_masks) & (inputs.doc >= 0)  # (R, T)
+        count += int(at.sum())
         hidden_states(model, inputs)
     for hook in hooks:
         hook.remove()
@@ -206,10 +162,10 @@ def second_moments(model: Qwen2, forwards: list[Streams], of_masks: bool) -> dic
 def free_directions(clean: Tensor, masks: Tensor, rank: int) -> Tensor:
     """`right` (K, m), from the second moments of a matrix's input.
 
-    For a direction v, let s be the mean of (v x)² at masks over that at clean tokens (whose moments
-    are made a little larger). The rows are the directions of the largest s. Adam moves all of
-    `left` equally fast, so a row's length says how much a step changes along it: (v x)² has
-    the mean s / (s + PENALTY) at masks, and 1 / (s + PENALTY) at clean tokens.
+    For a direction v, let s be the mean of (v x)² at masks over that at clean tokens. The rows are
+    the directions of the largest s. Adam moves all of `left` equally fast, so a row's length says
+    how much a step changes along it: (v x)² has the mean s / (s + PENALTY) at masks, and
+    1 / (s + PENALTY) at clean tokens.
     """
     squares = clean.diagonal()  # of some inputs a million times those of others, of some 0
     clean = clean + 0.01 * (squares + squares.median()).diag()  # so that it has a root
@@ -240,9 +196,7 @@ def find_directions(model: Qwen2, data: Dataset, recipe: Recipe) -> None:
 
 
 def make_parser() -> Parser:
-    parser = training_parser(
-        "Train a checkpoint's masks along directions that clean tokens hardly use."
-    )
+    parser = training_parser("Train masks along directions that clean tokens hardly use.")
     add = parser.add_argument
     hold_help = "weight of the clean stream's divergence from --model"
     add("--hold", type=number(float, 0, 1e6), default=8.0, metavar="WEIGHT", help=hold_help)
@@ -255,28 +209,19 @@ def main() -> None:
     args = make_parser().parse_args()
     if dist.is_torchelastic_launched():
         raise UserError("torchrun is for train.py; this runs in one process")
-    device, dtype = find_device(args.device, args.dtype)
-    rows = JsonlFile(args.data)  # first: a model may take long to download
-    settings = what_decides(args, rows)
-    found = find_progress(args.out, settings, args.resume)
-    model, chat = train.open_model(args, device)
-    start, _ = load(args.model, device, dtype)  # stays as it is
-    model.config.block = args.block
-    data = Dataset(rows, chat, model.config.eos_token_id, args.max_length, args.seed)
-    recipe = train.make_recipe(args, model, data, dtype)
-    train.describe(args, model, data, recipe)
-
-    model.to(dtype)  # only what learns needs float32
+    progress, model, data, recipe = train.prepare(args, args.block)
+    recipe = replace(recipe, ar_weight=args.hold)
+    start, _ = load(args.model, model.device, recipe.dtype)  # stays as it is
+    model.to(recipe.dtype)  # only what learns needs float32
     restrict(model, args.rank)
-    if not found:  # else its checkpoint has the directions
+    if not progress["step"]:  # else its checkpoint has the directions
         torch.manual_seed(args.seed)  # of svd_lowrank
         find_directions(model, data, recipe)
-    if args.checkpoint_layers:
-        processes.recompute_layers(model)
     held_out = forward_inputs(data.held_out, recipe)
-    gradients = functools.partial(add_gradients, start=start, weight=args.hold)
-    with Run(args.out, settings, found, chat, data, recipe.steps, merged) as run:
-        stop = train.train(model, data, held_out, run, recipe, gradients)
+    hold = functools.partial(losses, start=start)
+    gradients = functools.partial(train.add_gradients, forward_inputs=forward_inputs, losses=hold)
+    with Run(args.out, progress, data, recipe.steps, merged) as run:
+        stop = train.train(model, held_out, run, recipe, gradients)
     if stop:
         sys.exit(128 + stop)
 

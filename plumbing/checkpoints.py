@@ -73,12 +73,6 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return {"model": weights, "optimizer": optimizer_state["state"]}
 
 
-def remove_leftovers(out: Path) -> None:
-    """Remove what a kill left of checkpoints, or of a model, half-written or half-deleted."""
-    for path in [*out.glob("checkpoints/step-*.tmp"), *out.glob("saving-*.tmp")]:
-        shutil.rmtree(path)
-
-
 def whole_weights(model: nn.Module) -> dict:
     """The state_dict of a model that may be sharded, whole and on the CPU."""
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)

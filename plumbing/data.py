@@ -24,11 +24,6 @@ class Example:
     def response(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
-    @property
-    def num_targets(self) -> int:
-        """How many tokens are to be predicted."""
-        return len(self.response)
-
 
 def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) -> Example:
     """A row as an example: the last assistant turn is the response, all before it the prompt.
@@ -110,7 +105,6 @@ class Dataset:
     def __init__(
         self, rows: JsonlFile, chat: Chat, ends: tuple[int, ...], max_length: int, seed: int
     ):
-        """chat, ends, max_length: see `make_example`."""
         self.rows = rows
         self.chat = chat
         self.ends = ends

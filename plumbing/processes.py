@@ -115,12 +115,6 @@ def largest(number: int) -> int:
     return int(tensor)
 
 
-def wait_for_all() -> None:
-    """The process that hosts the rendezvous must not end first."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def clip_gradients(model: nn.Module, most: float) -> float:
     """Scale the gradients of all processes to a norm of at most `most`; the norm before that."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)

@@ -2,24 +2,25 @@
 
 import argparse
 import json
+import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from .arguments import Parser, number
-from .chat import Chat
-from .checkpoints import Checkpoints, remove_leftovers, whole_weights
+from .checkpoints import Checkpoints, whole_weights
 from .config import config_json
 from .data import Dataset, reasons
 from .errors import UserError, failure_as
-from .files import atomic_write, has_model, save
+from .files import has_model, save
 from .jsonl import JsonlFile
-from .processes import largest, leads, say, together
+from .processes import leads, say, together
 from .signals import StopSignal
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
@@ -30,12 +31,11 @@ def training_parser(description: str) -> Parser:
     """The options of every way to train."""
     parser = Parser(description, usage="%(prog)s --data FILE [option ...]")
     add = parser.add_argument
-    # fmt: off
     add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "to start from; without weights: random ones")
     add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    add("--block", type=number(int, 1), default=4, help="B, masks in a block")
+    add("--block", type=number(int, 1, 1000), default=4, help="B, masks in a block")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
     add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
     add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
@@ -45,31 +45,22 @@ def training_parser(description: str) -> Parser:
     add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
     add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, new weights")
-    # fmt: on
     return parser
 
 
 # Options that a resumed run may change: they say where and how, not what is computed.
-MAY_CHANGE = {"data", "out", "resume", "save_every", "device", "dtype"}
-MAY_CHANGE |= {"batch_tokens", "checkpoint_layers"}
+MAY_CHANGE = "data out resume save_every device dtype batch_tokens checkpoint_layers".split()
 
 
-def what_decides(args: argparse.Namespace, rows: JsonlFile) -> dict[str, str]:
-    """The options and the data that decide what a run computes."""
-    facts = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
+def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:
+    """Where the run begins: the newest checkpoint, or step 0. UserError if it may not use --out."""
+    out = args.out
+    settings = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():
         if name not in MAY_CHANGE:
-            facts["--" + name.replace("_", "-")] = str(value)
-    return facts
-
-
-def find_progress(out: Path, settings: dict[str, str], resume: bool) -> dict | None:
-    """Progress of the checkpoint to resume from; UserError if the run may not write to `out`.
-
-    settings: of `what_decides`; a resumed run must have the same.
-    """
+            settings["--" + name.replace("_", "-")] = str(value)
     found = Checkpoints(out / "checkpoints").newest()
-    if found and resume:
+    if found and args.resume:
         for name, value in settings.items():
             before = found["settings"].get(name)
             if value != before:
@@ -77,16 +68,18 @@ def find_progress(out: Path, settings: dict[str, str], resume: bool) -> dict | N
                     f"{name} {value}: the run in {out} has {before}, and keeps it; "
                     f"to train on from its model, give --model {out} and another --out"
                 )
-    elif found and not found["finished"]:
+        return found
+    if found and not found["finished"]:
         what = "has an unfinished run; --resume it, delete it or choose another --out"
         raise UserError(f"--out {out}: {what}")
-    elif found or has_model(out):
+    if found or has_model(out):
         raise UserError(f"--out {out}: has a model; delete it or choose another --out")
-    elif resume:
+    if args.resume:
         say(f"{out}: no checkpoint to resume from; starting from the beginning")
-    return found
+    return {"step": 0, "settings": settings}
 
 
+@dataclass
 class Run:
     """OUT: the model for its users, log.jsonl and checkpoints/; and the bar, and signals.
 
@@ -94,45 +87,39 @@ class Run:
     `log` every step and `save` now and then.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        settings: dict[str, str],
-        found: dict | None,
-        chat: Chat,
-        data: Dataset,
-        num_steps: int,
-        whole_weights=whole_weights,
-    ):
-        """found: of `find_progress`. whole_weights: the state_dict of the model for its users.
+    out: Path
+    progress: dict  # of `find_progress`
+    data: Dataset
+    num_steps: int
+    whole_weights: Callable[[nn.Module], dict] = whole_weights  # of the model for its users
 
-        Opens log and progress bar, removes what a kill left, and catches signals.
-        """
-        self.out = out
-        self.settings = settings
-        self.found = found
-        self.chat = chat
-        self.data = data
-        self.num_steps = num_steps
-        self.whole_weights = whole_weights
-        self.checkpoints = Checkpoints(out / "checkpoints")
-        self.step = self.saved_step = found["step"] if found else 0
-        with together(), failure_as(f"--out {out}: cannot be written to"):
+    def __enter__(self) -> "Run":
+        self.checkpoints = Checkpoints(self.out / "checkpoints")
+        self.step = self.saved_step = self.progress["step"]
+        with together(), failure_as(f"--out {self.out}: cannot be written to"):
             if leads():
-                out.mkdir(parents=True, exist_ok=True)
-                remove_leftovers(out)
-                self.log_file = open_log(out / "log.jsonl", self.step)
-        silent = None if leads() else True
-        self.bar = tqdm(total=num_steps, initial=self.step, bar_format=BAR, disable=silent)
+                self.out.mkdir(parents=True, exist_ok=True)
+                for pattern in ("checkpoints/step-*.tmp", "saving-*.tmp"):
+                    for path in self.out.glob(pattern):
+                        shutil.rmtree(path)  # a kill left it half-written or half-deleted
+                # The steps that no checkpoint holds are made, and logged, again.
+                self.log_file = open(self.out / "log.jsonl", "a+")
+                self.log_file.seek(0)
+                for _ in range(self.step):
+                    self.log_file.readline()
+                self.log_file.truncate(self.log_file.tell())
+        hidden = None if leads() else True  # None: hidden unless there is a terminal
+        self.bar = tqdm(total=self.num_steps, initial=self.step, bar_format=BAR, disable=hidden)
         self.last_line = time.monotonic()
         self.stop_signal = StopSignal()
+        return self
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the checkpoint that was found, if any; the number of steps that are done."""
-        if self.found:
+        """Load the checkpoint, if there is one; the number of steps that are done."""
+        if self.step:
             self.checkpoints.load(model, optimizer)
-            self.data.consumed = self.found["consumed"]
-            self.data.skipped = Counter(self.found["skipped"])
+            self.data.consumed = self.progress["consumed"]
+            self.data.skipped = Counter(self.progress["skipped"])
             say(f"resumed at step {self.step}")
             self.export(model)  # in case the run was killed before it
         return self.step
@@ -154,12 +141,11 @@ class Run:
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write a checkpoint of the step that was logged last, and the model for its users."""
-        progress = {
+        progress = self.progress | {
             "step": self.step,
             "finished": self.step == self.num_steps,
             "consumed": self.data.consumed,
             "skipped": self.data.skipped,
-            "settings": self.settings,
         }
         self.checkpoints.save(model, optimizer, progress)
         self.export(model)
@@ -169,15 +155,8 @@ class Run:
         weights = self.whole_weights(model)
         with together():
             if leads():
-                save(self.out, config_json(model.config), self.chat, weights)
+                save(self.out, config_json(model.config), self.data.chat, weights)
         self.saved_step = self.step
-
-    def stop_requested(self) -> int:
-        """The number of the signal that came to any of the processes, or 0."""
-        return largest(self.stop_signal.number)
-
-    def __enter__(self) -> "Run":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Whatever ended the run, say what was saved."""
@@ -189,11 +168,3 @@ class Run:
             say(f"skipped rows: {reasons(self.data.skipped)}")
         what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"
         say(f"{self.step} steps; {self.out} holds {what}")
-
-
-def open_log(path: Path, num_steps: int) -> TextIO:
-    """Open log.jsonl, without the steps that no checkpoint holds: they are logged again."""
-    path.touch()
-    lines = path.read_text().splitlines(keepends=True)[:num_steps]  # one for each step
-    atomic_write(path, lambda file: file.write_text("".join(lines)))
-    return open(path, "a")

@@ -39,13 +39,13 @@ def test_loss_and_gradient_are_the_papers(reference):
         block, ar_weight = case["block_size"], case["ar_weight"]
         sequences = zip(case["input_ids"], case["prompt_lens"])
         examples = [Example(tokens, prompt) for tokens, prompt in sequences]
-        num_targets = sum(example.num_targets for example in examples)
+        num_targets = sum(len(example.response) for example in examples)
         streams = []
         of_naive = 0
         for example in examples:
             share = 1 / len(examples)
             if case["normalization"] == "token":
-                share = example.num_targets / num_targets
+                share = len(example.response) / num_targets
             layout = lay_out(example, Recipe(numbers["mask_id"], block))
             layout.noisy_weight.mul_(share)
             layout.clean_weight.mul_(share)

@@ -56,6 +56,7 @@ BAD_OPTIONS = [
     (f"decode --seed {2**70}", f"seed: must be below 4.61169e+18, not {2**70}"),
     ("decode --device cuda:99", "--device cuda:99: this machine has "),
     ("train --batch 0", "--batch: must be at least 1, not 0"),
+    ("train --block 1000", "--block: must be below 1000, not 1000"),
     ("train --lr nan", "--lr: must be a number, not nan"),
     ("train --max-length 4096", "--max-length 4096: the model has 2048 positions"),
     (f"train --model {ROOT / 'toy'}", "config.json: cannot be read; is "),

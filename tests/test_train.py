@@ -16,9 +16,9 @@ from training import (
     gradient,
     log,
     mask_predictions,
-    mean_two_stream_loss,
     random_example,
     run_train,
+    two_stream_loss,
     whole_step,
     write,
 )
@@ -49,7 +49,7 @@ def test_response_only_masks_give_the_two_stream_loss(monkeypatch):
         recipe = Recipe(MASK, block, weight, batch_tokens=tokens, row_width=width)
         monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 2**26]))
         worlds = rng.randint(1, 3)
-        noisy, clean = mean_two_stream_loss(model, examples, block)
+        noisy, clean = sum(two_stream_loss(model, each, block) for each in examples) / 5
         naive = 0
         for example in examples:
             prompt = example.tokens[: example.prompt_length]
@@ -128,26 +128,25 @@ def test_a_step_by_hand(monkeypatch):
     block = 3
     rng = random.Random(3)
     examples = [random_example(rng, block) for _ in range(5)]
-    monkeypatch.setattr(train, "WARMUP", 0)
+    monkeypatch.setattr(train, "WARMUP", 0.25)
     monkeypatch.setattr(train, "CLIP", 0.5)
     ours = tiny_model(random.Random(1))
     theirs = tiny_model(random.Random(1))
     recipe = Recipe(MASK, block, ar_weight=0.3, lr=0.02, steps=4, batch_tokens=128)
-    data = mock.Mock()
-    data.next_batch.return_value = examples
     run = mock.Mock()
-    run.resume.return_value = run.stop_requested.return_value = 0
-    assert train.train(ours, data, [], run, recipe) == 0
+    run.data.next_batch.return_value = examples
+    run.resume.return_value = run.stop_signal.number = 0
+    assert train.train(ours, [], run, recipe) == 0
     records = [call.args[0] for call in run.log.call_args_list]
-    assert len(records) == 4
+    rates = [0.01] + [0.01 * (1 + math.cos(math.pi * sixths / 6)) for sixths in (1, 3, 5)]
     optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    for step, record in enumerate(records):
-        noisy, clean = mean_two_stream_loss(theirs, examples, block)
+    for record, rate in zip(records, rates, strict=True):
+        noisy, clean = sum(two_stream_loss(theirs, each, block) for each in examples) / 5
         optimizer.zero_grad()
         (noisy + 0.3 * clean).backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 * (1 + math.cos(math.pi * (step + 0.5) / 4))
+            group["lr"] = rate
         optimizer.step()
         assert record["noisy"] == pytest.approx(noisy.item(), abs=1e-4)
         assert record["clean"] == pytest.approx(clean.item(), abs=1e-4)
@@ -184,14 +183,6 @@ def test_bfloat16_is_of_the_arithmetic_only(tmp_path, data):
     assert 0 < abs(clean[0] - clean[1]) < 0.05
 
 
-def test_learning_rate(monkeypatch):
-    monkeypatch.setattr(train, "WARMUP", 0.1)
-    rates = [train.learning_rate(2.0, progress / 100) for progress in range(101)]
-    assert rates[0] == 0 and rates[5] == pytest.approx(1.0) and rates[10] == pytest.approx(2.0)
-    assert rates[55] == pytest.approx(1.0) and rates[100] == pytest.approx(0)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:]))
-
-
 def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     """Both stages on one sentence, from random weights: MARS learns to give it in few forwards."""
     row = {"prompt": "How many?", "response": "So Mia has 12 plums now. The answer is 12."}
@@ -201,10 +192,9 @@ def test_from_scratch_to_several_tokens_per_forward(tmp_path):
     mars = tmp_path / "mars"
     done = run_train("--objective", "sft", "--model", ROOT / "toy/base", "--out", sft, *common)
     assert done.status == 0 and "toy/base: has no weights" in done.out
-    words = ("--model", sft, "--out", mars, "--block", 3, "--ar-weight", 0.5, "--save-every", 20)
+    words = ("--model", sft, "--out", mars, "--block", 3, "--save-every", 20)
     assert run_train(*words, *common).status == 0
     records = log(mars)
-    assert [record["step"] for record in records] == list(range(1, 61))
     assert records[-1]["noisy"] < 0.1 * records[0]["noisy"] and records[-1]["clean"] < 0.1
     measured = [record["look_ahead"] for record in records if "look_ahead" in record]
     assert [len(shares) for shares in measured] == [4, 4, 4] and measured[-1][0] > 0.95

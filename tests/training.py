@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ from common import ROOT, random_prompt, rows_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from model import Qwen2
+from plumbing import processes
 from plumbing.data import Example
 from plumbing.jsonl import JsonlFile
-from train import Recipe, forward_inputs, losses
+from train import Recipe, add_gradients
 
 # ------------------------------------------------------------------------------ examples and data
 
@@ -29,8 +31,7 @@ def random_example(rng: random.Random, block: int) -> Example:
     for _ in range(2):
         near = rng.choice([block, 2 * block, 4 * block])
         lengths.append(max(1, near + rng.choice([-1, 0, 1, rng.randint(0, 9)])))
-    prompt, response = lengths
-    return Example(random_prompt(rng, prompt + response), prompt)
+    return Example(random_prompt(rng, sum(lengths)), prompt_length=lengths[0])
 
 
 def write(path: Path, rows: list[dict]) -> JsonlFile:
@@ -42,15 +43,15 @@ def write(path: Path, rows: list[dict]) -> JsonlFile:
 # ---------------------------------------------------------------------------- the paper's loss
 
 
-def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Tensor]:
-    """The noisy stream's cross-entropy and the clean one's: means over the response.
+def two_stream_loss(model: Qwen2, example: Example, block: int) -> torch.Tensor:
+    """The noisy stream's cross-entropy and the clean one's: means over the response, (2,).
 
     The paper's form, plainly: [clean L ; noisy L], a mask from loops over its three rules.
     """
     x = example.tokens
     length = len(x)
     mask_id = model.config.mask_token_id
-    noisy = x[: example.prompt_length] + [mask_id] * example.num_targets
+    noisy = x[: example.prompt_length] + [mask_id] * len(example.response)
     see = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
     for p in range(length):
         for k in range(length):
@@ -63,18 +64,10 @@ def two_stream_loss(model: Qwen2, example: Example, block: int) -> list[torch.Te
     at = torch.arange(example.prompt_length - 1, length - 1)
     targets = torch.tensor(x[example.prompt_length :])
     both = [model.logits(hidden[at + offset]) for offset in (length, 0)]
-    return [F.cross_entropy(logits, targets) for logits in both]
+    return torch.stack([F.cross_entropy(logits, targets) for logits in both])
 
 
-def mean_two_stream_loss(model: Qwen2, examples: list[Example], block: int) -> torch.Tensor:
-    """The mean over the examples of both losses: (2,)."""
-    pairs = [torch.stack(two_stream_loss(model, example, block)) for example in examples]
-    return torch.stack(pairs).mean(0)
-
-
-def mask_predictions(
-    model: Qwen2, example: Example, block: int
-) -> list[tuple[int, torch.Tensor, int]]:
+def mask_predictions(model: Qwen2, example: Example, block: int) -> list[tuple]:
     """Of each mask: how many tokens ahead it predicts, its logits (V,), its target.
 
     Block by block, each in a plain causal forward of the true tokens before it and its masks.
@@ -107,15 +100,14 @@ def gradient(loss: torch.Tensor, model: Qwen2) -> torch.Tensor:
 
 
 def whole_step(model: Qwen2, examples: list[Example], recipe: Recipe, worlds=1) -> torch.Tensor:
-    """Both losses and the gradient of a step, summed over the forwards of all processes."""
+    """Both losses, summed over all processes, and the gradient, of which FSDP takes the mean."""
     model.zero_grad()
-    sums = torch.zeros(2).double()
+    sums = 0
     for rank in range(worlds):
-        for inputs in forward_inputs(examples, recipe, rank, worlds):
-            noisy, clean = losses(model, inputs.to(model.device))
-            (noisy + recipe.ar_weight * clean).backward()
-            sums += torch.stack([noisy, clean]).detach().cpu()
-    return torch.cat([sums, *(weight.grad.flatten().cpu() for weight in model.parameters())])
+        with mock.patch.object(processes, "rank_and_size", return_value=(rank, worlds)):
+            sums += add_gradients(model, examples, recipe)
+    gradients = [weight.grad.flatten() / worlds for weight in model.parameters()]
+    return torch.cat([sums, *gradients]).cpu()
 
 
 # ------------------------------------------------------------------------------------ the command

@@ -39,6 +39,7 @@ TRAIN_ROWS = 12_800
 OPTIONS = "--steps 800 --batch 32 --save-every 200 --device cpu"  # of all trainings
 FAST = "--lr 1e-3"
 SLOW = "--lr 5e-4"
+WEIGHTED = "-m experiments.paper.weighted"
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ ARMS = {
     "mars-4": Arm(f"--block 4 {FAST}", ways=ALL_WAYS, num_seeds=3),
     "mars-4-slow": Arm(f"--block 4 {SLOW}", num_seeds=3),
     "mars-4-long": Arm(f"--block 4 {FAST} --steps 1600"),
-    "mars-4-heavy": Arm(f"--block 4 --ar-weight 4 {FAST}"),
+    "mars-4-heavy": Arm(f"--block 4 --ar-weight 4 {FAST}", program=WEIGHTED),
     "mars-8": Arm(f"--block 8 {FAST}", 8, (ONE, *PAPER, "lossless")),
     "mars-16": Arm(f"--block 16 {FAST}", 16, (ONE, *PAPER, "lossless")),
-    "no-clean-4": Arm(f"--block 4 --ar-weight 0 {FAST}"),
-    "no-clean-16": Arm(f"--block 16 --ar-weight 0 {FAST}", 16),
+    "no-clean-4": Arm(f"--block 4 --ar-weight 0 {FAST}", program=WEIGHTED),
+    "no-clean-16": Arm(f"--block 16 --ar-weight 0 {FAST}", 16, program=WEIGHTED),
 }
 
 
@@ -120,7 +121,7 @@ def measure(directory: Path, arm: Arm, problems: list[dict]) -> dict:
     return {
         "decoded": decoded,
         "nats": " ".join(f"{one:.4f}" for one in nats),
-        "tokens": sum(example.num_targets for example in examples),
+        "tokens": sum(len(example.response) for example in examples),
     }
 
 

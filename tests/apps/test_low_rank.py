@@ -1,5 +1,6 @@
 """Training at low rank: free directions, the merged model, what a run changes, and --resume."""
 
+import functools
 import random
 
 import pytest
@@ -13,7 +14,7 @@ from bench import common
 from decode import generate
 from model import Qwen2, load
 from plumbing.data import make_example
-from train import Recipe, hidden_states, lay_out, look_ahead
+from train import Recipe, add_gradients, hidden_states, lay_out
 
 GRID = Recipe(MASK)
 
@@ -35,9 +36,10 @@ def test_losses_by_hand(monkeypatch):
         examples[1].has_masks = False
         batch_tokens = rng.choice([1, 600])
         row_width = rng.choice([None, 200])
-        recipe = Recipe(MASK, block, batch_tokens=batch_tokens, row_width=row_width)
+        recipe = Recipe(MASK, block, 0.7, batch_tokens=batch_tokens, row_width=row_width)
         monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 2**26]))
-        found = low_rank.add_gradients(model, examples, recipe, start, weight=0.7)
+        held = functools.partial(low_rank.losses, start=start)
+        found = add_gradients(model, examples, recipe, low_rank.forward_inputs, held)
         ours = torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
         noisy = torch.zeros(()).double()
@@ -55,18 +57,6 @@ def test_losses_by_hand(monkeypatch):
         assert found.tolist() == pytest.approx([noisy.item(), drift.item()], rel=1e-6)
         theirs = gradient(noisy + 0.7 * drift, model)
         assert (ours - theirs).abs().max() < 1e-6 * theirs.abs().max()
-
-
-@torch.inference_mode()
-def test_look_ahead_asks_no_masks_that_a_row_has_not():
-    """0.000 was printed for what nothing had to predict."""
-    rng = random.Random(9)
-    model = tiny_model(rng)
-    examples = [random_example(rng, 4) for _ in range(12)]
-    shares = look_ahead(model, low_rank.forward_inputs(examples, GRID), GRID)
-    for example in examples:
-        example.has_masks = False
-    assert look_ahead(model, low_rank.forward_inputs(examples, GRID), GRID) == shares[:1]
 
 
 def test_free_directions_are_those_of_the_generalized_eigenproblem():
@@ -135,8 +125,7 @@ def test_the_merged_model_computes_the_same():
                 weight.data += torch.randn_like(weight)
         ordinary.load_state_dict(low_rank.merged(model))
         expected = hidden_states(model, inputs)
-        ordinary_hidden = hidden_states(ordinary, inputs)
-        assert torch.allclose(ordinary_hidden, expected, rtol=1e-9)
+        assert torch.allclose(hidden_states(ordinary, inputs), expected, rtol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +175,7 @@ def test_it_learns_to_look_ahead_and_says_what_it_said(words, data, tmp_path):
         """Both losses, noisy and drift."""
         examples = [make_example(row, chat, before.config.eos_token_id, 512) for row in some]
         forwards = low_rank.forward_inputs(examples, recipe)
-        pairs = [low_rank.losses(model, before, inputs) for inputs in forwards]
+        pairs = [low_rank.losses(model, inputs, before) for inputs in forwards]
         return torch.tensor(pairs).sum(0).tolist()
 
     greedy, drawn = rows[:24], rows[24:]

@@ -256,13 +256,13 @@ def test_the_table_of_widths():
 def test_the_table_of_training_steps(monkeypatch):
     """SFT computes the clean stream, MARS a mask for each target but the first, too."""
     seen = set()
-    losses = train.losses
+    hidden_states = train.hidden_states
 
     def listen(model, inputs):
         seen.add((inputs.doc >= 0).sum().item())  # no padding
-        return losses(model, inputs)
+        return hidden_states(model, inputs)
 
-    monkeypatch.setattr(train, "losses", listen)
+    monkeypatch.setattr(train, "hidden_states", listen)
     words = ("--training", "--rounds", 1, "--rows", 2, "--max-new", 32, "--device", "cpu")
     status, out, _ = command("bench.speed", *TOY, *words)
     assert status == 0 and [list(table) for table in tables(out)] == [["SFT", "MARS"]]

@@ -69,18 +69,9 @@ def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
 
 # Of Qwen3's template what it does with thoughts: an answer begins with a block for them, empty if
 # there are none; in earlier turns there is no block.
-QWEN3_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' and loop.last %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-    {{- message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+QWEN3_TEMPLATE = CHATML.replace("m.content", "m.content.split('</think>')[-1].lstrip('\\n')")
+EMPTY = "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+QWEN3_TEMPLATE = QWEN3_TEMPLATE.replace("m.role }}\n", "m.role }}\n" + EMPTY)
 
 
 def test_former_thoughts_are_dropped_as_by_transformers(tmp_path):
@@ -151,10 +142,7 @@ def test_a_tokenizer_that_panics_when_it_is_read(tmp_path):
     edit_tokenizer(tmp_path, model=model | {"continuing_subword_prefix": "é"})
     with pytest.raises(UserError, match="tokenizer.json: missing or damaged"):
         Chat(tmp_path)
-
-
-def test_interrupting_is_no_damage():
-    """What catches a panic does not catch Ctrl-C."""
+    # What catches a panic does not catch Ctrl-C.
     with pytest.raises(KeyboardInterrupt), failure_as("damaged"):
         raise KeyboardInterrupt
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from common import MASK, cases, random_prompt
 
 from plumbing.data import Example
-from plumbing.packing import own_rows, pack
+from plumbing.packing import own_rows, shared_rows
 from train import Recipe, forward_inputs, lay_out
 
 
@@ -17,7 +17,9 @@ def test_packing():
         rng = random.Random(seed)
         width = rng.choice([32, 128, 1024])
         lengths = [rng.randint(1, width) for _ in range(rng.randint(1, 200))]
-        rows = pack(lengths, width)
+        lengths.sort(reverse=True)
+        forwards = shared_rows(lengths, width, positions=1, num_processes=1)
+        rows = [row for [row], _ in forwards]
         assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
         filled = sorted(sum(lengths[i] for i in row) for row in rows)
         assert 0 < filled[0] and filled[-1] <= width
@@ -42,8 +44,8 @@ def test_the_forwards_of_a_step():
         for _ in range(rng.randint(worlds, 128)):
             tokens = random_prompt(rng, 2 + rng.randint(5, 400))
             examples.append(Example(tokens, rng.randint(1, 5)))
-        packed = Recipe(MASK, rng.randint(1, 8), batch_tokens=rng.choice([1024, 4096]))
-        packed = replace(packed, row_width=1216)
+        positions = rng.choice([1024, 4096])
+        packed = Recipe(MASK, rng.randint(1, 8), batch_tokens=positions, row_width=1216)
         total = sum(len(lay_out(example, packed).tokens) for example in examples)
         for recipe in (packed, replace(packed, row_width=None)):
             each = [forward_inputs(examples, recipe, rank, worlds) for rank in range(worlds)]

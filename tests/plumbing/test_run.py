@@ -55,8 +55,6 @@ def test_edited_data_is_noticed(data, out):
     assert len(data.read_text()) == len(text)
     done = run_train(*words, "--resume")
     assert is_refused(done, f": the run in {out} has ") and "--data" in done.err
-    data.write_text(text)
-    assert run_train(*words, "--resume").status == 0
 
 
 def test_skipped_rows_are_counted_once(tmp_path, out):
@@ -80,7 +78,7 @@ def test_a_line_a_minute_where_there_is_no_bar(data, out, monkeypatch):
     assert "\n 67%: step=2, noisy=" in done.out and done.out.count("noisy=") == 1
 
 
-MUST_BE_THE_SAME = """--objective sft --block 5 --ar-weight 2 --seed 1
+MUST_BE_THE_SAME = """--objective sft --block 5 --seed 1
 --epochs 6 --steps 7 --batch 9 --lr 1e-4 --max-length 99 --model other""".split()
 MAY_DIFFER = "--out elsewhere --save-every 3 --batch-tokens 99 --device cpu --dtype bfloat16"
 
@@ -90,8 +88,8 @@ def test_what_may_differ_when_a_run_is_resumed(data):
     rows = JsonlFile(data)
 
     def settings(*words):
-        args = train.make_parser().parse_args(["--data", str(data), *words])
-        return runs.what_decides(args, rows)
+        args = train.make_parser().parse_args(["--data", str(data), "--out", "new", *words])
+        return runs.find_progress(args, rows)["settings"]
 
     for option, value in zip(MUST_BE_THE_SAME[::2], MUST_BE_THE_SAME[1::2]):
         assert settings(option, value) != settings(), option
