@@ -22,81 +22,10 @@ TRAIN_ROWS = 4000
 HARD_TEST_ROWS = 1000  # of experiments.paper
 VOCABULARY = 1024  # at most; the text yields fewer
 
-GIRLS = "Ada Mia Zoe Lena Nora Ruth Iris Emma Lily Anna Rosa Vera".split()
-BOYS = "Tom Ben Max Leo Paul Omar Hugo Ivan Noah Finn Karl Yuri".split()
-THINGS = "apples pens books coins cards shells stamps eggs beads nuts keys cups".split()
-THINGS += "plums roses balls bricks candles buttons lemons kites stones".split()
-THINGS += "badges melons ribbons".split()
-BOXES = "boxes bags baskets packs jars trays".split()
-
-# {n} name, {they} She or He, {t} things, {c} boxes, {a} {b} numbers, {r} the result of the step.
-# The odds of the three phrasings are 6 : 3 : 1.
-START = [
-    "{n} has {a} {t}.",
-    "There are {a} {t} on the table of {n}.",
-    "{n} owns {a} {t}.",
-]
-START_SAID = [
-    "{n} starts with {a} {t}.",
-    "At first there are {a} {t}.",
-    "The story begins with {a} {t}.",
-]
-PACKED = [
-    "{n} has {a} {c} with {b} {t} in each.",
-    "{n} owns {a} {c}. Each of them holds {b} {t}.",
-    "There are {a} {c} at home and {n} counts {b} {t} in each.",
-]
-PACKED_SAID = [
-    "The {a} {c} hold {a} * {b} = {r} {t}.",
-    "Since each of the {c} holds {b} {t}, that makes {a} * {b} = {r} {t}.",
-    "In all {c} together there are {a} * {b} = {r} {t}.",
-]
-GAIN = [
-    "{they} buys {b} more {t}.",
-    "{they} finds {b} {t} in the garden.",
-    "A friend brings {b} more {t}.",
-]
-GAIN_SAID = [
-    "After that {n} has {a} + {b} = {r} {t}.",
-    "With the {b} new {t} there are {a} + {b} = {r} {t}.",
-    "We add them and get {a} + {b} = {r} {t}.",
-]
-LOSE = [
-    "{they} gives away {b} {t}.",
-    "{they} loses {b} of the {t} on the way.",
-    "A neighbour borrows {b} {t}.",
-]
-LOSE_SAID = [
-    "Then {n} has {a} - {b} = {r} {t} left.",
-    "Without these {b} {t} there are {a} - {b} = {r} {t} left.",
-    "We take them away and get {a} - {b} = {r} {t}.",
-]
-GAIN_PACKED = [
-    "{they} buys {a} {c} with {b} {t} in each.",
-    "A friend brings {a} {c}. Each of them holds {b} {t}.",
-    "{they} gets {a} {c} with {b} {t} in each as a present.",
-]
-LOSE_PACKED = [
-    "{they} sells {a} {c} with {b} {t} in each.",
-    "{they} takes {a} {c} to school. Each of them holds {b} {t}.",
-    "{they} gives {a} {c} with {b} {t} in each to a friend.",
-]
-DISTRACTIONS = [
-    "{m} has {d} {u}.",
-    "{n} has {d} {u}, too.",
-    "The friends of {m} have {d} {t}.",
-    "It takes {n} {d} minutes to count them.",
-]
-ASK = [
-    "How many {t} does {n} have now?",
-    "How many {t} are there in the end?",
-    "What is the number of {t} that {n} has now?",
-]
-END_SAID = [
-    "So {n} has {r} {t} now. The answer is {r}.",
-    "In the end there are {r} {t}. The answer is {r}.",
-    "That is {r} {t} in total. The answer is {r}.",
-]
+# Words, and for each kind of sentence three phrasings (odds 6 : 3 : 1). {n} is a name, {they} is
+# She or He, {t} are things, {c} boxes, {a} and {b} numbers, {r} is the result of the step.
+PHRASES = json.loads((HERE / "phrases.json").read_text(encoding="utf-8"))
+GIRLS, BOYS, THINGS, BOXES = (PHRASES[w].split() for w in ("girls", "boys", "things", "boxes"))
 
 
 class Story:
@@ -113,30 +42,30 @@ class Story:
         self.asked = []
         self.said = []
 
-    def step(self, question: list[str], answer: list[str], **numbers: int) -> None:
-        """One more sentence of the question and one of the answer; [] for none."""
-        for phrasings, sentences in ((question, self.asked), (answer, self.said)):
-            if phrasings:
-                [phrasing] = self.rng.choices(phrasings, weights=(6, 3, 1))
+    def step(self, question: str, answer: str, **numbers: int) -> None:
+        """One more sentence of the question and one of the answer; the kinds of both, "": none."""
+        for kind, sentences in ((question, self.asked), (answer, self.said)):
+            if kind:
+                [phrasing] = self.rng.choices(PHRASES[kind], weights=(6, 3, 1))
                 sentences.append(phrasing.format(**self.words, **numbers))
 
-    def product(self, question: list[str], most: int = 12) -> int:
+    def product(self, question: str, most: int = 12) -> int:
         """Boxes of so many things each; how many things those are."""
         a = self.rng.randint(2, 9)
         b = self.rng.randint(2, most)
-        self.step(question, PACKED_SAID, a=a, b=b, r=a * b)
+        self.step(question, "packed_said", a=a, b=b, r=a * b)
         return a * b
 
     def change(self, difference: int, is_asked: bool = True) -> None:
         """So many things more, or less; is_asked: the question does not say so yet."""
-        question, answer = (GAIN, GAIN_SAID) if difference > 0 else (LOSE, LOSE_SAID)
+        question, answer = ("gain", "gain_said") if difference > 0 else ("lose", "lose_said")
         result = self.total + difference
-        self.step(question if is_asked else [], answer, a=self.total, b=abs(difference), r=result)
+        self.step(question if is_asked else "", answer, a=self.total, b=abs(difference), r=result)
         self.total = result
 
     def row(self) -> dict:
         """`prompt` (the question), `response` (the steps), `answer` (the number)."""
-        self.step(ASK, END_SAID, r=self.total)
+        self.step("ask", "end_said", r=self.total)
         prompt = " ".join(self.asked)
         return {"prompt": prompt, "response": " ".join(self.said), "answer": str(self.total)}
 
@@ -145,14 +74,14 @@ def problem(rng: random.Random) -> dict:
     """One or two operations."""
     story = Story(rng)
     if rng.random() < 0.4:  # a product, and perhaps a sum or a difference
-        story.total = story.product(PACKED)
+        story.total = story.product("packed")
         changes = rng.randint(0, 1)
     else:
         story.total = rng.randint(5, 90)
         changes = rng.randint(1, 2)
-        story.step(START, START_SAID, a=story.total)
+        story.step("start", "start_said", a=story.total)
         if changes == 2 and rng.random() < 0.5:  # a product and a sum
-            story.change(story.product(GAIN_PACKED), is_asked=False)
+            story.change(story.product("gain_packed"), is_asked=False)
             changes = 0
     for _ in range(changes):
         if story.total < 2 or rng.random() < 0.5:
@@ -167,11 +96,11 @@ def hard_problem(rng: random.Random) -> dict:
     story = Story(rng)
     operations = rng.randint(1, 6)
     if operations > 1 and rng.random() < 0.3:
-        story.total = story.product(PACKED, most=20)
+        story.total = story.product("packed", most=20)
         operations -= 1
     else:
         story.total = rng.randint(10, 600)
-        story.step(START, START_SAID, a=story.total)
+        story.step("start", "start_said", a=story.total)
     while operations:
         if story.total < max(2, rng.randint(0, 999)):
             sign = 1
@@ -180,7 +109,7 @@ def hard_problem(rng: random.Random) -> dict:
             sign = -1
             room = story.total - 1
         if operations > 1 and room >= 18 and rng.random() < 0.3:
-            packed = GAIN_PACKED if sign > 0 else LOSE_PACKED
+            packed = "gain_packed" if sign > 0 else "lose_packed"
             number = story.product(packed, most=min(20, room // 9))
             story.change(sign * number, is_asked=False)
             operations -= 2
@@ -190,7 +119,7 @@ def hard_problem(rng: random.Random) -> dict:
     for _ in range(rng.randint(0, 2)):
         other = {"m": rng.choice(GIRLS + BOYS), "u": rng.choice(THINGS), "d": rng.randint(2, 400)}
         if other["m"] != story.words["n"] and other["u"] != story.words["t"]:
-            sentence = rng.choice(DISTRACTIONS).format(**story.words, **other)
+            sentence = rng.choice(PHRASES["distractions"]).format(**story.words, **other)
             story.asked.insert(rng.randint(1, len(story.asked)), sentence)
     return story.row()
 
