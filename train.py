@@ -104,7 +104,7 @@ class Streams(NamedTuple):
 
     @property
     def is_mask(self) -> Tensor:
-        return self.prefix <= self.pos  # a clean token sees itself, too
+        return self.prefix <= self.pos  # of a clean token prefix = pos + 1
 
     def to(self, device: torch.device) -> "Streams":
         return Streams(*(field.to(device) for field in self))
@@ -240,7 +240,8 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
     """Accuracy at predicting the token 1, 2, ... B + 1 places after the last real one.
 
     The clean stream predicts 1 ahead, the masks of a block predict further. If s_k is the accuracy
-    k ahead, lossless decoding gives about 1 + s_2 + s_2 s_3 + ... tokens per forward.
+    k ahead, lossless decoding gives about 1 + s_2 + s_2 s_3 + ... tokens per forward: AR's own, and
+    the guesses that hold.
     """
     bins = (recipe.block or 0) + 2
     right, count = torch.zeros(2, bins).double()
@@ -254,7 +255,7 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
-    shares = (right / count)[count > 0]  # nothing is 0 ahead; without masks nothing is 2 ahead
+    shares = (right / count)[count > 0]  # nothing is 0 ahead; far ahead, short responses end
     return [round(share, 4) for share in shares.tolist()]
 
 
@@ -398,7 +399,7 @@ def main(args: argparse.Namespace | None = None, add_gradients=add_gradients) ->
     args = args or make_parser().parse_args()
     block = args.block if args.objective == "mars" else None
     progress, model, data, recipe = prepare(args, block)
-    held_out = forward_inputs(data.held_out, recipe)
+    held_out = forward_inputs(data.held_out, recipe)  # every process measures all of it
     if dist.is_initialized():
         processes.shard(model, recipe.dtype)
     with Run(args.out, progress, data, recipe.steps) as run:

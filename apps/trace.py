@@ -53,10 +53,6 @@ class TracedMethod:
         else:
             facts["candidates"] = list(zip(self.labels(tokens), confidences))
             facts["passed"] = len(decision.tokens)
-            facts["sure"] = []  # would it pass, right after the first, which always does?
-            for token, confidence in zip(tokens, confidences):
-                accepted, _ = self.method.decide(sequence, [0, token], [0.0, confidence])
-                facts["sure"].append(len(accepted) == 2)
         self.forwards.append(facts)
         return decision
 
@@ -78,8 +74,7 @@ class TracedMethod:
 
 def trace(decoder: Decoder, chat: Chat) -> list[dict]:
     """The facts of each forward of a decoder's one sequence."""
-    method = TracedMethod(decoder.method, decoder.options.is_lossless, chat)
-    decoder.method = method
+    method = decoder.method = TracedMethod(decoder.method, decoder.options.is_lossless, chat)
     text = TextStream(chat)
     for sequence, tokens in decoder:
         facts = method.forwards[-1]

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 import os
 import re
 from pathlib import Path
@@ -99,34 +100,14 @@ def positions_per_forward(answers: list[Sequence]) -> float:
     return sum(after_prefill) / max(1, len(after_prefill))
 
 
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied; Qwen2.5's if unnamed
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "7B": (3584, 18944, 28, 28, 4, 152064, False),
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 151936, True),
-    "Qwen3-4B": (2560, 9728, 36, 32, 8, 151936, True),
-}
+# The shapes of Qwen2.5, and of Qwen3 where named: fields of their config.json.
+SHAPES = json.loads((ROOT / "bench/shapes.json").read_text(encoding="utf-8"))
 
 
 def config_of(shape: str) -> Config:
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[shape]
-    is_qwen3 = shape.startswith("Qwen3")
-    return Config(
-        model_type="qwen3" if is_qwen3 else "qwen2",
-        head_dim=128 if is_qwen3 else None,
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-        tie_word_embeddings=tied,
-        eos_token_id=(vocabulary - 1,),
-        mask_token_id=vocabulary - 2,
-    )
+    vocabulary = SHAPES[shape]["vocab_size"]
+    special = {"eos_token_id": (vocabulary - 1,), "mask_token_id": vocabulary - 2}
+    return Config(**SHAPES[shape], **special, max_position_embeddings=32768, rope_theta=1e6)
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:

@@ -30,11 +30,10 @@ class Dice:
         for of_row, (sequence, positions) in zip(noise, wanted):
             for of_column, position in zip(of_row, positions):
                 key = (sequence.index, position)
-                if key in self.kept:
-                    of_column.copy_(self.kept[key])
-                else:
-                    of_column.copy_(dice(self.seed, *key, self.num_tokens, noise.device))
-                rolled[key] = of_column
+                drawn = self.kept.get(key)
+                if drawn is None:
+                    drawn = dice(self.seed, *key, self.num_tokens, noise.device)
+                rolled[key] = of_column.copy_(drawn)
         self.kept = rolled
         return noise
 

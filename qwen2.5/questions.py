@@ -19,34 +19,7 @@ from pathlib import Path
 
 BRIEF = "Solve the problem in two or three sentences. End with the answer as a number."
 BENCH = Path(__file__).parent.parent / "bench/data"
-TASKS = {
-    "complete": [
-        "Complete this Python function.",
-        "Complete this Python function. Answer with the whole function in one code block.",
-        "Fill in the body of this function. Give only the code.",
-        "Write this Python function:",
-    ],
-    "change": [
-        "Add type hints to this function:",
-        "Add a docstring to this function. Give the whole function.",
-        "Add error handling to this function and show all of its code:",
-        "Rename the variables of this function to be clearer, and give the whole function:",
-        "Rewrite this function so that it is easier to read:",
-    ],
-    "explain": [
-        "Explain what this function does:",
-        "Explain this function line by line:",
-        "What does this code return, and when does it raise an error?",
-    ],
-    "test": [
-        "Write pytest tests for this function:",
-        "Write three assert statements that test this function:",
-    ],
-    "fix": [
-        "This function has a bug. Find it and give the corrected function:",
-        "Fix this Python function. Give the whole function:",
-    ],
-}
+TASKS = json.loads((Path(__file__).parent / "tasks.json").read_text(encoding="utf-8"))
 SHARES = [6, 2, 1, 1, 2]  # of the tasks; half of the functions have no docstring to complete
 MISTAKES = [("==", "!="), ("<", ">"), (" + ", " - "), ("not ", ""), ("0", "1"), (" and ", " or ")]
 

@@ -239,7 +239,9 @@ def test_next_to_transformers(monkeypatch):
     assert alone["transformers"][1] == alone["AR"][2] == "1.00 (1.00 to 1.00)"
     for cells in [*alone.values(), *batch.values()]:
         assert cells[SAME] == "3 of 3", "the text of transformers"
-    monkeypatch.setitem(common.SHAPES, "0.5B", (64, 128, 2, 4, 2, 640, True))
+    tiny = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 128}
+    tiny |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(common.SHAPES, "0.5B", tiny | {"tie_word_embeddings": True})
     status, out, err = command("bench.speed", *TOY, "--transformers", "--shape", "0.5B", *words)
     assert status == 0, err
     names = [list(table) for table in tables(out)]
