@@ -30,7 +30,10 @@ class Conversation:
     def __init__(self, model: Qwen2, chat: Chat, options: Options, system: str | None):
         self.chat = chat
         self.tau = options.tau
-        self.opening = [{"role": "system", "content": system}] if system else []
+        self.opening = []
+        if system:
+            self.opening = [{"role": "system", "content": system}]
+            chat.encode_prompt([*self.opening, {"role": "user", "content": "?"}])  # is it taken?
         self.messages = self.opening
         self.decoder = Decoder(model, options, rows=1, longest=LONGEST)
 

@@ -196,18 +196,19 @@ def main() -> None:
     model, chat = load(args.model, *find_device(args.device, args.dtype))
     prompts = common.encode(chat, problems)
     given = given_responses(model, chat, problems)
+    other = None
+    if args.against:
+        other, other_chat = load(args.against, model.device, model.dtype)
+        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+            raise UserError(f"--against {args.against}: has another tokenizer than --model")
 
     ways = {"AR": plain} | {label: way for label, way in ways.items() if way != plain}
     answers = {}
     for label, options in tqdm(ways.items(), leave=False, disable=None):  # a bar in a terminal
         answers[label] = generate(model, prompts, args.rows, **vars(options))
     rivals = ["AR"]
-    other = None
-    if args.against:
+    if other:
         rivals.append(args.against)
-        other, other_chat = load(args.against, model.device, model.dtype)
-        if other_chat.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
-            raise UserError(f"--against {args.against}: has another tokenizer than --model")
         answers[args.against] = generate(other, prompts, args.rows, **vars(plain))
 
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")

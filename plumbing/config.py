@@ -68,6 +68,8 @@ def check_config(config: Config) -> None:
             raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
         if field.type is float and not (type(value) in (int, float) and 0 < value < inf):
             raise ValueError(f"{field.name} {value!r}: must be a number above 0")
+    if config.block and config.block >= 1000:  # as on the command lines
+        raise ValueError(f"block {config.block}: must be below 1000")
     head_dim = config.head_dim or config.hidden_size / config.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim:g}: must be even")

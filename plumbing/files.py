@@ -45,6 +45,7 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
     for path in paths:
         with (
             failure_as(f"{path}: missing, damaged, or too large for this machine"),
+            open(path, "rb"),  # says why it cannot be read; safe_open says that there is no file
             safe_open(path, framework="pt", device=str(device)) as shard,
         ):
             for name in shard.keys():

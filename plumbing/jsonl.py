@@ -77,7 +77,7 @@ def read_rows(file: Path) -> dict[int, dict]:
 
 def is_array(content: bytes) -> bool:
     """Is a whole file one JSON array?"""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return isinstance(json.loads(content), list)
     return False
 

@@ -1,6 +1,7 @@
 """A training run apart from its steps: the options, the directory, log and bar, how it stops."""
 
 import argparse
+import contextlib
 import json
 import shutil
 import time
@@ -164,6 +165,10 @@ class Run:
         self.bar.close()
         if leads():
             self.log_file.close()
+            if self.step == 0:  # not one step fitted into memory, say: leave nothing
+                (self.out / "log.jsonl").unlink()
+                with contextlib.suppress(OSError):  # it has other files
+                    self.out.rmdir()
         if self.data.skipped:
             say(f"skipped rows: {reasons(self.data.skipped)}")
         what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"

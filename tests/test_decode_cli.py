@@ -165,6 +165,21 @@ def test_a_reader_that_goes_away():
     assert done.status == 0 and "Traceback" not in done.err and done.out == "The"
 
 
+@pytest.mark.parametrize(
+    "words, redirect, out",
+    [
+        (("decode.py", "--prompt", PROMPT, "--tau", "0.8"), "2>&-", "43.\n"),
+        (("decode.py", "--prompt", PROMPT, "--tau", "0.8"), ">&-", ""),
+        (("-m", "apps.chat"), "<&-", ""),
+    ],
+)
+def test_a_stream_that_is_closed(words, redirect, out):
+    """Tracebacks; without a standard error there was no answer, and the note came in its place."""
+    done = process(*words, *MARS, redirect=redirect)
+    assert done.status == 0 and "Traceback" not in done.err
+    assert done.out.endswith(out) and "toy/mars" not in done.out and done.out.count("\n") < 2
+
+
 def test_a_terminal_that_lacks_a_character(monkeypatch):
     """It shows "?" instead."""
     written = io.BytesIO()

@@ -121,12 +121,14 @@ REPLY = {"role": "assistant", "content": "Ho"}
         (b'{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
         (b'[\n{"prompt": "?"}\n]', "in: one JSON array; expected a prompt per line"),
         (b"ok\n\ncaf\xe9\n", "in:3: not UTF-8"),
+        (b"[" * 100_000, "in:1: a prompt of 100"),  # a RecursionError
         ({"query": "?"}, "in:2: neither messages nor a prompt"),
         ({"messages": []}, "in:2: neither messages nor a prompt"),
         ({"messages": [{"role": "user"}]}, "in:2: content that is not text"),
         ({"messages": [TURN, REPLY]}, "in:2: the last message"),
         ({"prompt": " "}, "in:2: an empty prompt"),
         ({"prompt": "?", "tau": 2}, "in:2: tau 2: must be between 0 and 1"),
+        ({"prompt": "?", "tau": True}, "in:2: tau: must be a number, not True"),  # it counted as 1
         ({"prompt": "?", "tau": "0.7"}, "in:2: tau: must be a number, not '0.7'"),
     ],
 )

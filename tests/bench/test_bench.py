@@ -147,7 +147,9 @@ def test_the_table_of_qualities():
     assert "The responses in --data: " in out
 
 
-def test_another_tokenizer_would_read_other_text(tmp_path):
+def test_another_tokenizer_would_read_other_text(tmp_path, monkeypatch):
+    """It is refused before any answer is decoded, not after all of them."""
+    monkeypatch.setattr("bench.quality.generate", None)
     shutil.copytree(ROOT / "toy/sft", tmp_path / "other")
     tokenizer = tmp_path / "other/tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|other|>"))

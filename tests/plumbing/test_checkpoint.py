@@ -48,6 +48,7 @@ def edit_tensors(directory, change) -> None:
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0: must be a number above 0"),
         ({"block": -4}, "block -4: must be a whole number above 0"),
+        ({"block": 10**9}, "block 1000000000: must be below 1000"),  # it filled the memory
         ({"rope_parameters": "default"}, "config.json: "),
         ({"vocab_size": 600}, "model.embed_tokens.weight: expected"),
         ({"num_hidden_layers": 9}, r"tensor model.layers.\d.* found none"),
@@ -118,6 +119,16 @@ def test_files_that_are_damaged(checkpoint, name):
         if damaged is not None:
             (checkpoint / name).write_bytes(damaged)
         refuses(checkpoint, f"{name}: (missing|cannot be read|expected a JSON)")
+
+
+def test_weights_that_may_not_be_read(checkpoint, monkeypatch):
+    """safetensors says that there is no such file. (Root may read all, so `open` refuses here.)"""
+
+    def refused(path, *_) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("plumbing.files.open", refused, raising=False)
+    refuses(checkpoint, "model.safetensors: missing, .*Permission denied")
 
 
 @pytest.mark.parametrize(
