@@ -69,7 +69,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 # ------------------------------------------------------------------------------------------ options
 
-# The measures of confidence, and of each the tau that is plain AR. At that tau no masks are fed: a
+# The measures of confidence, and the tau at which each is plain AR. There no masks are fed, for a
 # confidence that is rounded to 1 (an entropy, to 0) would pass.
 AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
 
@@ -158,7 +158,7 @@ def measure_confidence(probs: Tensor, candidates: Tensor, metric: str) -> Tensor
 class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau.
 
-    `feed` and `decide` are those of `Method` (plumbing/scheduler.py); lossless.py has the other.
+    Its calls are those of `Method` (plumbing/scheduler.py). The other method is in lossless.py.
     """
 
     confidence_with_noise = False  # a softmax of the logits, not of logits + T * noise
@@ -170,7 +170,7 @@ class Threshold:
         self.mask_id = mask_id
         self.widest = (block + 1) + block  # the tokens accepted last time, and the masks
 
-    def feed(self, sequence: Sequence) -> list[Position]:
+    def additions(self, sequence: Sequence) -> list[Position]:
         """The masks that follow a text. They see all of it: their prefix is its length."""
         if sequence.tau == AR_TAU[self.metric]:
             return []
@@ -182,7 +182,7 @@ class Threshold:
 
         The first is not tested. It is AR's own, for the last real token sees no mask.
         """
-        accepted = tokens[:1]
+        accepted = tokens[:1]  # in plain AR there are no others
         for token, confidence in zip(tokens[1:], confidences[1:]):
             passes = confidence >= sequence.tau
             if self.metric == "entropy":
@@ -208,7 +208,7 @@ class Feed(NamedTuple):
     """
 
     row: int
-    sequence: Sequence | None  # None: the row is idle or waits, and is fed padding alone
+    sequence: Sequence | None  # None: the row is idle, or its sequence waits: it is fed padding
     positions: list[Position]
     num_real: int  # how many of the positions are tokens of the text
     columns: range  # which positions predict: the last real token and all after it
@@ -253,7 +253,8 @@ class Decoder:
         # Padding is a clean token (prefix = pos + 1) after every text, which no prefix reaches.
         end = self.cache.capacity
         self.padding = (config.mask_token_id, end, end + 1)
-        # Alone in its forward, a position's bfloat16 sums are in another order than next to others.
+        # In bfloat16 on a CPU a position that is alone adds up in another order than one among
+        # others. So a forward of one row has at least two positions.
         is_bfloat16_on_cpu = (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
         self.least_width = 2 if is_bfloat16_on_cpu else 1
         self.num_added = 0
@@ -279,7 +280,7 @@ class Decoder:
                 f"{self.longest} positions of this decoder: shorten it, or lower --max-new"
             )
         self.num_added += 1
-        self.scheduler.waiting.append(sequence)
+        self.scheduler.queue.append(sequence)
         return sequence
 
     def __iter__(self) -> Iterator[tuple[Sequence, list[int]]]:
@@ -314,7 +315,7 @@ class Decoder:
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
         real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-        positions = real + self.method.feed(sequence)[:most_added]
+        positions = real + self.method.additions(sequence)[:most_added]
         columns = range(len(real) - 1, len(positions))
         return Feed(row, sequence, positions, len(real), columns)
 
@@ -353,7 +354,9 @@ class Decoder:
         return predictions
 
     def forward(self, inputs: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
-        """The token that each column (R, C) predicts, and its confidence: (2, R, C), one copy.
+        """The token that each column (R, C) predicts, and its confidence: (2, R, C).
+
+        They are one tensor, for one transfer to the host.
 
         inputs (R, T, 3): token, pos and prefix. noise: the dice (R, C, V). --compile compiles this.
         """

@@ -50,7 +50,7 @@ class KVCache:
         self.lengths = [0] * rows  # committed positions, on the host
         self.prompt_lengths = [0] * rows
         # pos and prefix of what is in each slot, as `visible` wants them
-        self.places = torch.zeros(rows, capacity, 2, dtype=torch.long, device=device)
+        self.pos_prefix = torch.zeros(rows, capacity, 2, dtype=torch.long, device=device)
         self.layers: list[tuple[Tensor, Tensor]] = []
         shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
         for _ in range(config.num_hidden_layers):
@@ -69,7 +69,7 @@ class KVCache:
         self.prompt_lengths[row] = prompt_length
 
     def reserve(self, width: int, rows: list[int]) -> None:
-        """Reserve `width` slots after the length of each of these rows.
+        """Reserve `width` slots after the length of each of these rows, which are in order.
 
         `mask`, `write` and `commit` are about these rows until the next call. ValueError if the
         capacity is too small, before anything is written.
@@ -83,19 +83,19 @@ class KVCache:
         self.span = min(self.capacity, ceil(end / self.unit) * self.unit)
         first = torch.tensor(lengths, device=self.device)[:, None]
         self.slots = first + torch.arange(width, device=self.device)  # (R, width)
-        self.row = torch.tensor(rows, device=self.device)[:, None]  # (R, 1)
-        # If all rows take part, in their order, nothing needs to be copied.
-        self.at = slice(None) if len(rows) == len(self.lengths) else self.row[:, 0]
+        self.row_index = torch.tensor(rows, device=self.device)[:, None]  # (R, 1)
+        # If all rows take part, nothing needs to be copied.
+        self.at = slice(None) if len(rows) == len(self.lengths) else self.row_index[:, 0]
 
-    def mask(self, places: Tensor) -> Tensor:
+    def mask(self, pos_prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions: bool (R, 1, T, span).
 
-        places (R, T, 2): their pos and prefix, which are kept for later forwards. Slots after the
+        pos_prefix (R, T, 2): of each position; they are kept for later forwards. Slots after the
         reserved ones may hold anything: they are of another document.
         """
-        self.places[self.row, self.slots] = places
-        pos, prefix = places[:, None, :, None].unbind(-1)  # (R, 1, T, 1)
-        slot_pos, slot_prefix = self.places[self.at][:, None, None, : self.span].unbind(-1)
+        self.pos_prefix[self.row_index, self.slots] = pos_prefix
+        pos, prefix = pos_prefix[:, None, :, None].unbind(-1)  # (R, 1, T, 1)
+        slot_pos, slot_prefix = self.pos_prefix[self.at][:, None, None, : self.span].unbind(-1)
         is_after = torch.arange(self.span, device=self.device) > self.slots[:, None, None, -1:]
         slot_doc = torch.where(is_after, -1, 0)
         return visible(pos, prefix, 0, slot_pos, slot_prefix, slot_doc)
@@ -104,8 +104,8 @@ class KVCache:
         """Put k, v (R, kv_heads, T, head_dim) into the reserved slots; return the whole span."""
         keys, values = self.layers[layer]
         # (R, T, kv_heads, head_dim): the dimensions of index tensors come first
-        keys[self.row, :, self.slots] = k.transpose(1, 2)
-        values[self.row, :, self.slots] = v.transpose(1, 2)
+        keys[self.row_index, :, self.slots] = k.transpose(1, 2)
+        values[self.row_index, :, self.slots] = v.transpose(1, 2)
         return keys[self.at, :, : self.span], values[self.at, :, : self.span]
 
     def commit(self, counts: list[int]) -> None:
@@ -116,8 +116,7 @@ class KVCache:
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
         """How many positions (masks, guesses) may follow the text of each row; None: it must wait.
 
-        text_lengths: by row, of all texts that are being decoded. `widest` is more than any method
-        adds.
+        text_lengths: by row, of the texts in the next forward. `widest` is more than a method adds.
         """
         return dict.fromkeys(text_lengths, self.widest)
 
@@ -127,7 +126,8 @@ class BlockCache(KVCache):
 
     The tokens of an open (not yet full) block are fed again by every forward. A full block is fed
     once more, by the forward that opens the next one, and kept. That forward is for all rows at
-    once, so a row whose block is full waits for the others.
+    once, so a row whose block is full waits for the others. (Not for ever: every open row gets a
+    token in each forward, and while a row waits no new prompt is admitted.)
 
         cached      | cache block | fed by the next forward
         p p p p p p | a . . .     | a M M       three places are free: two masks, three candidates
@@ -155,10 +155,10 @@ class BlockCache(KVCache):
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """One mask less than the open block, or the next, has free places.
+        """As many as there are free places, but one: the last real token predicts what goes there.
 
-        (What the last real token predicts takes the first.) A row whose last block is full waits as
-        long as another row has an open one.
+        The free places are those of the open block; if all blocks are full, of the next. A row
+        whose last block is full waits as long as another row has an open one.
         """
         num_open = {row: self.num_in_open_block(row, n) for row, n in text_lengths.items()}
         some_are_open = any(num_open.values())
@@ -174,7 +174,7 @@ class BlockCache(KVCache):
 def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
     """The cache for a model and decode.Options.
 
-    longest: the most tokens of a text. widest: `Method.widest`; a BlockCache feeds a block more.
+    longest: the most tokens of a text. widest: `Method.widest`; a BlockCache feeds up to N more.
     """
     size = options.block_cache
     if size:

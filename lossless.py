@@ -8,11 +8,12 @@ guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
-    AR's next token  g1   y  (unused)         |          |
+    AR's next token  g1   y   (void)          |          |
 
 After x AR says g1: the first guess holds. After g1 AR says y, which is not g2: the second fails,
-and y takes its place. Accepted are g1 and y. Group 1 saw x and g1, and no guess that failed. Its
-first mask stands where y is now, and predicts the token after y: a new guess.
+y takes its place, and what AR says after g2 is void. Accepted are g1 and y. Group 1 saw x and g1,
+and no guess that failed. Its first mask stands where y is now, and predicts the token after y: a
+new guess.
 
 Why this is exact: x, g1 and g2 see the tokens before them and never a mask, so the output at x is
 what AR says after x. If that is g1, the output at g1 is what AR says next, and so on, up to the
@@ -64,7 +65,7 @@ class Lossless:
         """The last token, the masks' guesses, those from the text, the groups."""
         return 1 + self.block + MOST_LOOKED_UP + self.most_groups * self.block
 
-    def feed(self, sequence: Sequence) -> list[Position]:
+    def additions(self, sequence: Sequence) -> list[Position]:
         """The guesses and groups of masks that follow a text.
 
         After the text a b c, the guess d and the groups 0 and 1 of B = 2 masks:
@@ -99,7 +100,7 @@ class Lossless:
         from_masks = [tokens[i] for i in useful[:num_worth]]
         from_text = []
         if self.looks_up:
-            from_text = fed.lookup.find(sequence.token_ids + accepted, from_masks)
+            from_text = fed.lookup.next_guesses(sequence.token_ids + accepted, from_masks)
         groups = likely_groups(chances[:num_worth], self.most_groups)
         sequence.state = Plan(from_masks + from_text, groups, useful, fed.lookup)
         return Decision(accepted, num_held)
@@ -108,26 +109,28 @@ class Lossless:
 class Lookup:
     """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
 
-    It offers twice as many as were right the last time that all guesses before them held, at least
+    It offers twice as many as were right the last time that all the masks' guesses held, at least
     one. So a text that does not repeat itself costs hardly a position, and one that does soon gets
     MOST_LOOKED_UP.
     """
 
     def __init__(self):
         self.goes_on_at: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
-        self.indexed_to = RUN  # the runs that end before here are known; none is shorter than RUN
+        self.length = 0  # of the text at the last call
         self.most = FIRST_LOOKED_UP
         self.from_masks: list[int] = []  # the masks' guesses of the last call
-        self.found: list[int] = []  # what the last call found, before the cut to self.most
+        # What the last call found, not cut to self.most: a token after the last offered one may be
+        # right, too, for AR's own follows the guesses.
+        self.found: list[int] = []
 
-    def find(self, text: list[int], from_masks: list[int]) -> list[int]:
+    def next_guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
         """Guesses for what comes after a text and the masks' guesses."""
-        self.judge(came=text[self.indexed_to :])
-        for end in range(self.indexed_to, len(text)):  # the last run waits: nothing follows it yet
+        self.judge(came=text[self.length :])
+        for end in range(max(RUN, self.length), len(text)):  # nothing follows the last run yet
             self.goes_on_at[tuple(text[end - RUN : end])] = end
-        self.indexed_to = len(text)
+        self.length = len(text)
         last_run = (text[-RUN:] + from_masks)[-RUN:]
-        begin = self.goes_on_at.get(tuple(last_run), len(text))
+        begin = self.goes_on_at.get(tuple(last_run), len(text))  # if it is new, nothing follows
         self.from_masks = list(from_masks)
         self.found = text[begin : begin + MOST_LOOKED_UP]
         return self.found[: self.most]
@@ -135,7 +138,7 @@ class Lookup:
     def judge(self, came: list[int]) -> None:
         """Set how many to offer, by how many of those found last are in the text that came."""
         num_masks = len(self.from_masks)
-        if self.found and len(came) > num_masks and came[:num_masks] == self.from_masks:
+        if self.found and came[:num_masks] == self.from_masks:
             num_right = num_in_common(came[num_masks:], self.found)
             self.most = min(MOST_LOOKED_UP, max(1, 2 * num_right))
 
@@ -146,7 +149,7 @@ class Plan:
 
     guesses: list[int] = field(default_factory=list)  # tokens to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
-    useful: range = range(0)  # the masks that made these guesses: for apps/trace.py
+    useful: range = range(0)  # `useful_masks` of the forward before; apps/trace.py shows them
     lookup: Lookup = field(default_factory=Lookup)
 
 

@@ -62,8 +62,8 @@ def naive_loss(
     # (T, T): a row for each query, a column for each key; all are of one document, 0
     sees = visible(pos[:, None], prefix[:, None], 0, pos, prefix, 0)
     hidden = model(tokens, pos[None], sees[None, None])[0]  # (T, D)
-    # A position predicts the token after its own place: the last prompt token the first of the
-    # response, in both losses; then each response token, or its mask, the next one.
+    # A position predicts the token after its own place. So the last prompt token predicts the first
+    # of the response, in both losses; then each response token, or its mask, predicts the next.
     target = torch.tensor(response, device=model.device)
     clean = hidden[P - 1 : L - 1]
     noisy = torch.cat([hidden[P - 1 : P], hidden[L:-1]])
@@ -92,7 +92,10 @@ class Recipe:
 
 
 class Streams(NamedTuple):
-    """The two streams of one example; every field is (T,). Or of many, in rows: (R, T)."""
+    """The two streams of one example; every field is (T,). Or of many, in rows: (R, T).
+
+    PADDING has a number in each field.
+    """
 
     tokens: Tensor
     pos: Tensor
@@ -104,7 +107,7 @@ class Streams(NamedTuple):
 
     @property
     def is_mask(self) -> Tensor:
-        return self.prefix <= self.pos  # of a clean token prefix = pos + 1
+        return self.prefix <= self.pos  # a clean token has prefix = pos + 1
 
     def to(self, device: torch.device) -> "Streams":
         return Streams(*(field.to(device) for field in self))
@@ -163,9 +166,9 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
 
 
 def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> list[Streams]:
-    """What each forward of a step is fed, in process `rank` of `size`; all have equally many.
+    """What each forward of a step is fed, in process `rank` of `size`.
 
-    Each loss of a step is the mean over its examples.
+    Each process gets equally many forwards. Each loss of a step is the mean over its examples.
     """
     streams = [lay_out(example, recipe, doc) for doc, example in enumerate(examples)]
     for each in streams:
@@ -223,7 +226,7 @@ def add_gradients(
     forward_inputs=forward_inputs,
     losses=losses,
 ) -> Tensor:
-    """Add the gradients of a step's loss; its two parts (noisy, clean) in this process: (2,)."""
+    """Add the gradients of a step's loss. Returns this process's part of (noisy, clean): (2,)."""
     rank, size = processes.rank_and_size()
     sums = torch.zeros(2, device=model.device)
     for inputs in forward_inputs(examples, recipe, rank, size):
@@ -255,7 +258,7 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
-    shares = (right / count)[count > 0]  # nothing is 0 ahead; far ahead, short responses end
+    shares = (right / count)[count > 0]  # nothing is 0 ahead; nothing far ahead in short responses
     return [round(share, 4) for share in shares.tolist()]
 
 

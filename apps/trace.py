@@ -33,8 +33,8 @@ class TracedMethod:
         self.confidence_with_noise = method.confidence_with_noise
         self.forwards: list[dict] = []
 
-    def feed(self, sequence: Sequence) -> list[Position]:
-        self.fed = self.method.feed(sequence)
+    def additions(self, sequence: Sequence) -> list[Position]:
+        self.fed = self.method.additions(sequence)
         return self.fed
 
     def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:

@@ -52,7 +52,7 @@ def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:
     keeps what it compiled with the code of a function; so that no object gets what was compiled for
     another's modules, each has a copy of the code.
     """
-    for tensor in (cache.places, *itertools.chain(*cache.layers)):
+    for tensor in (cache.pos_prefix, *itertools.chain(*cache.layers)):
         torch._dynamo.mark_static_address(tensor)  # or a CUDA graph would copy it at each forward
     torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
     options = {

@@ -23,7 +23,7 @@ class Sequence:
         self.state = None  # what the decoding method keeps from one forward to the next
         self.done = False  # set it to cancel the sequence
         # An entry for each forward, prefill included:
-        self.accepted: list[int] = []  # number of accepted tokens
+        self.num_accepted: list[int] = []  # number of accepted tokens
         self.widths: list[int] = []  # number of positions computed, masks and padding included
 
     @property
@@ -33,7 +33,7 @@ class Sequence:
 
     @property
     def forwards(self) -> int:
-        return len(self.accepted)
+        return len(self.num_accepted)
 
     def take(self, tokens: list[int], width: int) -> list[int]:
         """Accept what one forward gave, up to an end-of-turn token and max_new; what was taken."""
@@ -45,7 +45,7 @@ class Sequence:
             taken.append(token)
             is_full = len(self.token_ids) == self.prompt_length + self.max_new
             self.done = token in self.stop or is_full
-        self.accepted.append(len(taken))
+        self.num_accepted.append(len(taken))
         self.widths.append(width)
         return taken
 
@@ -65,13 +65,13 @@ class Method(Protocol):
     metric: str  # of confidence: `measure_confidence` in decode.py
     confidence_with_noise: bool  # at a temperature T: of logits + T * noise, or of the logits?
 
-    def feed(self, sequence: Sequence) -> list[Position]:
+    def additions(self, sequence: Sequence) -> list[Position]:
         """What a forward is fed after the text: guesses and masks."""
 
     def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
         """What is accepted of the tokens that the positions predict, with their confidences.
 
-        Position 0 is the last token of the text; the others are what `feed` gave. (For the metric
+        Position 0 is the last token of the text; the others are the additions. (For the metric
         entropy a lower confidence is surer.)
         """
 
@@ -85,7 +85,7 @@ class Turn(NamedTuple):
 
 
 class Scheduler:
-    """The rows of a cache; a row that is done takes the next sequence of `waiting` at once."""
+    """The rows of a cache; a row that is done takes the next sequence of `queue` at once."""
 
     def __init__(self, cache, rows: int, block: int, is_compiled: bool):
         """block: B, how many masks a prefill has after the prompt."""
@@ -93,7 +93,7 @@ class Scheduler:
         self.block = block
         # On a CPU an idle row costs as much as any. Compiled forwards have static shapes.
         self.skip_idle = cache.device.type == "cpu" and not is_compiled
-        self.waiting: deque[Sequence] = deque()
+        self.queue: deque[Sequence] = deque()
         self.sequences: list[Sequence | None] = [None] * rows  # in each row
         self.held_back: list[Sequence] = []  # those whose row had to wait in the last forward
 
@@ -129,11 +129,11 @@ class Scheduler:
     def admit(self) -> None:
         """Give each free row a waiting sequence."""
         for row, sequence in enumerate(self.sequences):
-            while self.waiting and self.waiting[0].done:  # cancelled
-                self.waiting.popleft()
+            while self.queue and self.queue[0].done:  # cancelled
+                self.queue.popleft()
             is_free = sequence is None or sequence.done
-            if is_free and self.waiting:
-                new = self.waiting.popleft()
+            if is_free and self.queue:
+                new = self.queue.popleft()
                 self.cache.begin(row, new.prompt_length, self.shared_prefix(row, new))
                 self.sequences[row] = new
 

@@ -79,7 +79,7 @@ def alone(model: Qwen2, prompt: list[int], index=0, **options) -> Sequence:
 
 def outcome(sequence: Sequence) -> tuple[list[int], list[int]]:
     """What `by_hand` returns: token for token and forward for forward."""
-    return sequence.tokens, sequence.accepted
+    return sequence.tokens, sequence.num_accepted
 
 
 # -------------------------------------------------------------------------- a slow second decoder

@@ -62,13 +62,13 @@ def test_every_row_of_a_ragged_batch_is_the_slow_decoder(policy):
         for i, (prompt, tau, result) in enumerate(zip(prompts, taus, results)):
             expected = by_hand(model, prompt, index=i, **options | {"tau": tau})
             assert outcome(result) == expected, seed
-            assert max(result.accepted) <= options["block"] + 1 and MASK not in result.tokens
+            assert max(result.num_accepted) <= options["block"] + 1 and MASK not in result.tokens
             if len(result.tokens) < options["max_new"]:
                 num_ended_early += 1
             if policy == "block" and len(result.tokens) > options["block_cache"]:
                 num_across_blocks += 1
             if tau != one_token_tau(options["metric"]) and options["max_new"] > 2:
-                accepted += result.accepted
+                accepted += result.num_accepted
     assert mean(accepted) > 1.4 and num_ended_early > 10
     assert policy == "cursor" or num_across_blocks > 10
 
@@ -126,7 +126,7 @@ def test_a_confidence_of_tau_passes():
     model.head.data.zero_()
     tau = torch.zeros(7).double().softmax(0)[0].item()
     [result] = generate(model, [[2]], tau=tau, block=3, max_new=8)
-    assert result.accepted == [4, 4]
+    assert result.num_accepted == [4, 4]
     forwards = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     naive(model, [2], tau, block=3, max_new=8)
@@ -150,8 +150,8 @@ def test_a_one_token_row_among_others_stays_one():
     prompts = [random_prompt(random.Random(i), 6) for i in (0, 1)]
     for metric, taus in (("probability", [1.0, 0.9999]), ("entropy", [0.0, 0.001])):
         one, other = decode_each(model, prompts, taus, tau=1, metric=metric, max_new=20)
-        assert one.accepted == [1] * len(one.tokens)
-        assert max(other.accepted) == 5
+        assert one.num_accepted == [1] * len(one.tokens)
+        assert max(other.num_accepted) == 5
         assert naive(model, prompts[0], tau=1, block=4, max_new=20) == one.tokens
 
 
@@ -178,7 +178,7 @@ def test_tau_acts_at_the_next_step():
             sequence.tau = tau
             if not sequence.done:
                 decoder.step()
-                accepted[tau].append(sequence.accepted[-1])
+                accepted[tau].append(sequence.num_accepted[-1])
         assert outcome(sequence) == by_hand(model, prompt, schedule.__getitem__, 4, max_new=40)
     assert set(accepted[1.0]) == {1} and mean(accepted[0.2]) > 2
 
@@ -188,10 +188,10 @@ def test_one_token_mode_is_greedy_ar_in_bfloat16(toy):
     prompts = toy[1][:4]
     model, _ = load(str(ROOT / "toy/mars"), dtype=torch.bfloat16)
     for prompt, result in zip(prompts, generate(model, prompts, tau=1.0)):
-        assert result.accepted == [1] * len(result.tokens)
+        assert result.num_accepted == [1] * len(result.tokens)
         assert result.tokens == greedy(model, prompt, 256)
     results = generate(model, prompts, tau=0.99)  # just below 1, several tokens do pass
-    assert max(count for result in results for count in result.accepted) > 1
+    assert max(count for result in results for count in result.num_accepted) > 1
 
 
 def test_in_bfloat16_on_a_cpu_a_position_has_a_neighbour():
@@ -217,8 +217,8 @@ def test_every_token_is_fed_once_and_streamed_once():
             streamed[sequence] += tokens
         for sequence in sequences:
             assert streamed[sequence] == sequence.tokens
-            assert len(sequence.accepted) == len(sequence.widths) == sequence.forwards
-            num_fed = sequence.prompt_length + sum(sequence.accepted[:-1])
+            assert len(sequence.num_accepted) == len(sequence.widths) == sequence.forwards
+            num_fed = sequence.prompt_length + sum(sequence.num_accepted[:-1])
             assert sum(sequence.widths) == num_fed + num_masks * sequence.forwards
     assert generate(model, []) == []
 
@@ -234,7 +234,7 @@ def test_a_row_that_waits_is_not_starved():
         decoder.step()
     assert long.done
     list(decoder)
-    assert decoder.scheduler.waiting == deque()
+    assert decoder.scheduler.queue == deque()
     first, second = decoder.add([2, 3], max_new=20), decoder.add([2, 3], max_new=9)
     while len(first.tokens) < 8:
         decoder.step()

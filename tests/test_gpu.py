@@ -35,7 +35,7 @@ def test_decoding_gives_the_tokens_of_the_cpu(options):
     results = []
     for device in ("cpu", "cuda"):
         answers = answers_on(device, **options)
-        results.append([(answer.tokens, answer.accepted) for answer in answers])
+        results.append([(answer.tokens, answer.num_accepted) for answer in answers])
     assert results[0] == results[1]
 
 

@@ -192,7 +192,7 @@ def test_answers_come_as_soon_as_those_before_are_done(answer, monkeypatch):
 
     def spy(self):
         if not begun:
-            begun.extend(self.scheduler.waiting)
+            begun.extend(self.scheduler.queue)
         printed.append(sys.stdout.getvalue().count("\n"))
         done = [sequence.done for sequence in begun] + [False]
         assert printed[-1] == done.index(False)
@@ -211,7 +211,7 @@ def test_interrupting_a_file_says_how_far_it_came(tmp_path, monkeypatch):
     step = Decoder.step
 
     def interrupted(self):
-        if self.scheduler.waiting:
+        if self.scheduler.queue:
             return step(self)
         raise KeyboardInterrupt
 

@@ -72,10 +72,10 @@ def test_the_page_says_what_a_decoder_does_that_nobody_watches(toy, settings):
     for prompt in toy_prompts(chat)[first : first + 3]:
         forwards = facts_of(page_of(toy, prompt, **settings))["forwards"]
         [answer] = generate(model, [prompt], rows=1, **settings)
-        assert [len(forward["tokens"]) for forward in forwards] == answer.accepted
+        assert [len(forward["tokens"]) for forward in forwards] == answer.num_accepted
         assert [forward["positions"] for forward in forwards] == answer.widths
         assert "".join(forward["text"] for forward in forwards) == chat.decode(answer.tokens)
-        assert sum(answer.accepted) > answer.forwards or options.tau == 1
+        assert sum(answer.num_accepted) > answer.forwards or options.tau == 1
         for forward, following in zip(forwards, forwards[1:]):
             assert_follows(forward, following, options)
     if options.is_lossless:

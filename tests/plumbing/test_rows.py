@@ -27,7 +27,7 @@ def test_the_cache_has_room_for_the_widest_feed(block, block_cache, monkeypatch)
     taus = [1] + 30 * [0]
     options = {"tau": 1, "block": block, "block_cache": block_cache, "max_new": 30}
     long, *others = decode_each(model, prompts, taus, rows=2, **options)
-    assert long.forwards == 30 and max(others[0].accepted) == block + 1
+    assert long.forwards == 30 and max(others[0].num_accepted) == block + 1
 
 
 def test_prompts_that_wait_are_prefilled_together(monkeypatch):
