@@ -84,7 +84,7 @@ class KVCache:
         first = torch.tensor(lengths, device=self.device)[:, None]
         self.slots = first + torch.arange(width, device=self.device)  # (R, width)
         self.row_index = torch.tensor(rows, device=self.device)[:, None]  # (R, 1)
-        # If all rows take part, nothing needs to be copied.
+        # Index of these rows in pos_prefix and the layers; of all rows a slice, which copies nothing.
         self.at = slice(None) if len(rows) == len(self.lengths) else self.row_index[:, 0]
 
     def mask(self, pos_prefix: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class BlockCache(KVCache):
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """As many as there are free places, but one: the last real token predicts what goes there.
+        """One fewer than there are free places, of which the last real token predicts the first.
 
         The free places are those of the open block; if all blocks are full, of the next. A row
         whose last block is full waits as long as another row has an open one.

@@ -109,9 +109,9 @@ class Lossless:
 class Lookup:
     """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
 
-    It offers twice as many as were right the last time that all the masks' guesses held, at least
-    one. So a text that does not repeat itself costs hardly a position, and one that does soon gets
-    MOST_LOOKED_UP.
+    Whenever all the masks' guesses held, the number to offer becomes twice as many as were right,
+    but at least one; otherwise it stays. So a text that does not repeat itself costs hardly a
+    position, and one that does soon gets MOST_LOOKED_UP.
     """
 
     def __init__(self):
@@ -119,8 +119,8 @@ class Lookup:
         self.length = 0  # of the text at the last call
         self.most = FIRST_LOOKED_UP
         self.from_masks: list[int] = []  # the masks' guesses of the last call
-        # What the last call found, not cut to self.most: a token after the last offered one may be
-        # right, too, for AR's own follows the guesses.
+        # What the last call found, also beyond what it offered: if all offered guesses hold, AR's
+        # token after them counts as one more that is right, if it is the next one found.
         self.found: list[int] = []
 
     def next_guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
@@ -163,7 +163,7 @@ def useful_masks(plan: Plan, num_held: int, block: int) -> range:
     begin = 1 + len(plan.guesses)  # of a group
     for j in plan.groups:  # the group that saw the fewest guesses comes first
         if j <= num_held:
-            num_known = num_held - j  # what its first masks predict is accepted now
+            num_known = num_held - j  # its first masks predict places whose tokens are known now
             useful = range(begin + num_known, begin + block)
         begin += block
     return useful
