@@ -84,7 +84,7 @@ class KVCache:
         first = torch.tensor(lengths, device=self.device)[:, None]
         self.slots = first + torch.arange(width, device=self.device)  # (R, width)
         self.row_index = torch.tensor(rows, device=self.device)[:, None]  # (R, 1)
-        # Index of these rows in pos_prefix and the layers; of all rows a slice, which copies nothing.
+        # Index of these rows in pos_prefix and the layers; for all rows a slice: it copies nothing.
         self.at = slice(None) if len(rows) == len(self.lengths) else self.row_index[:, 0]
 
     def mask(self, pos_prefix: Tensor) -> Tensor:
