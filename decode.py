@@ -21,9 +21,9 @@ the tests compare the two. What is unusual here:
 """
 
 import argparse
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,8 +40,6 @@ from plumbing.errors import UserError, run_main
 from plumbing.sampling import Dice
 from plumbing.scheduler import Decision, Position, Scheduler, Sequence, Turn
 from plumbing.terminal import note, note_mode, print_answer
-
-TOY = Path(__file__).parent / "toy" / "mars"
 
 
 @torch.inference_mode()
@@ -377,6 +375,10 @@ class Decoder:
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:
     """Decode prompts (token ids), `rows` at a time; the options are the fields of `Options`."""
+    names = [field.name for field in fields(Options)]
+    for name in options.keys() - names:
+        [nearest] = difflib.get_close_matches(name, names, n=1, cutoff=0)
+        raise UserError(f"{name}: no such option; is it {nearest}?")
     options = Options(**options)
     for prompt in prompts:
         check_request(prompt, options.max_new, model.config.vocab_size)
@@ -396,7 +398,7 @@ def load_for_decoding(args: argparse.Namespace, options: Options) -> tuple[Qwen2
     device, dtype = find_device(args.device, args.dtype)
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
-    model, chat = load(str(TOY) if args.model is None else args.model, device, dtype)
+    model, chat = load(args.model, device, dtype)
     is_untrained = options.block is None and model.config.block is None
     if is_untrained and not (options.is_lossless or options.is_plain_ar):
         note(f"{args.model}: was not trained with masks: what this tau accepts is garbage")

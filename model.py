@@ -27,6 +27,8 @@ from plumbing.errors import UserError
 from plumbing.files import check_shapes, read_json, read_tensors
 from plumbing.hub import locate
 
+TOY = Path(__file__).parent / "toy" / "mars"
+
 # ------------------------------------------------------------------------------------------- config
 
 
@@ -335,12 +337,13 @@ def add_mask_token(model: Qwen2, chat: Chat) -> None:
         matrix.weight = nn.Parameter(torch.cat([matrix.weight.data, mean.expand(num_new, -1)]))
 
 
-def load(name: str, device="cpu", dtype=torch.float32) -> tuple[Qwen2, Chat]:
+def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qwen2, Chat]:
     """Model and chat tokenizer of a directory or hub id, with a mask token: ready for decoding.
 
-    Its weights have no gradients; to train it, call model.requires_grad_().
+    Without a name: of the bundled toy. Its weights have no gradients; to train it, call
+    model.requires_grad_().
     """
-    directory = locate(name)
+    directory = TOY if name is None else locate(name)
     model = load_model(directory, device, dtype)
     chat = Chat(directory)
     add_mask_token(model, chat)

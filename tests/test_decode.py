@@ -292,6 +292,12 @@ def test_options_that_cannot_run(options, message):
         generate(tiny_model(random.Random(0)), [[2, 3]], **options)
 
 
+def test_an_unknown_option_names_the_nearest():
+    """It was a TypeError of a constructor that the caller had not called."""
+    with pytest.raises(UserError, match="max_tokens: no such option; is it max_new?"):
+        generate(tiny_model(random.Random(0)), [[2, 3]], max_tokens=3)
+
+
 def test_a_model_has_so_many_positions():
     decoder = Decoder(tiny_model(random.Random(0)), Options(max_new=5), rows=1, longest=9999)
     decoder.add([2] * 507)

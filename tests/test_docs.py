@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from commands import command
+from commands import command, process
 from common import ROOT
 
 from bench.common import SHAPES, config_of
@@ -144,3 +144,9 @@ def test_help_shows_defaults(name):
     text = " ".join(done.out.split())
     assert "--model" in text and "(default: " in text and str(ROOT) not in text
     assert "None" not in text and "default: False" not in text
+
+
+@pytest.mark.parametrize("name, said", [("stream", "The answer is 60."), ("many", "tau 0.5, ")])
+def test_the_examples(name, said):
+    done = process("-m", f"examples.{name}")
+    assert done.status == 0 and said in done.out, done.err

@@ -59,7 +59,8 @@ BAD_OPTIONS = [
     ("train --block 1000", "--block: must be below 1000, not 1000"),
     ("train --lr nan", "--lr: must be a number, not nan"),
     ("train --max-length 4096", "--max-length 4096: the model has 2048 positions"),
-    (f"train --model {ROOT / 'toy'}", "config.json: cannot be read; is "),
+    (f"train --model {ROOT / 'toy'}", "toy: no model; "),
+    ("decode --model x.gguf", "x.gguf: a GGUF file; unpack it: python -m apps.from_gguf x.gguf"),
     ("train --data /", "/: Is a directory"),
     ("train --data broken.jsonl", "broken.jsonl:2: not JSON"),
     # The data come first: a model may have to be downloaded.
