@@ -54,7 +54,7 @@ BUNDLED = {  # the task that is run on problems of ours, and where these are
     "ifeval_bundled": ("ifeval", HERE / "data/ifeval/test.jsonl"),
     "humaneval_bundled": ("humaneval_bundled", HERE / "data/human_eval/test.jsonl"),
 }
-RUN_CODE = {"humaneval_instruct", "humaneval_bundled"}  # these run what the model wrote
+RUN_CODE = ("humaneval_instruct", "humaneval_bundled")  # these run what the model wrote
 
 # ------------------------------------------------------------------------------ the harness's model
 
@@ -187,7 +187,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for it a second time
-    elif not RUN_CODE.isdisjoint(args.tasks):
+    elif not set(RUN_CODE).isdisjoint(args.tasks):
         raise UserError("HumanEval runs what the model wrote: allow it with --run-code")
     ways = common.ways_to_decode(args)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
