@@ -28,7 +28,9 @@ def diagram(curves: dict[str, list[tuple[int, float]]], top: int) -> str:
         for step, value in points:
             x = MARGIN + WIDTH * step / last_step
             corners.append(f"{x:.1f},{top + HEIGHT * (1 - value / most):.1f}")
-        svg += f'<polyline fill="none" stroke="{colour}" points="{" ".join(corners)}"/>\n'
+        corners.append(corners[-1])  # a single point, too, is then a line, with round ends
+        line = f'points="{" ".join(corners)}" fill="none" stroke-width="2" stroke-linecap="round"'
+        svg += f'<polyline {line} stroke="{colour}"/>\n'
         x, y = MARGIN + WIDTH + 6, top + 14 + 18 * i
         svg += f'<text x="{x}" y="{y}" fill="{colour}">{name}</text>\n'
     return svg
@@ -45,7 +47,7 @@ def main() -> None:
     ahead = {}
     for row in rows:
         for i, share in enumerate(row.get("look_ahead", []), start=1):
-            ahead.setdefault(f"right {i} ahead", [(0, 0.0)]).append((row["step"], share))
+            ahead.setdefault(f"right {i} ahead", []).append((row["step"], share))
     svg = diagram(losses, top=20) + (diagram(ahead, top=HEIGHT + 60) if ahead else "")
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 170} {2 * HEIGHT + 80}">'
     (out / "log.svg").write_text(f"{head}\n{svg}</svg>\n", encoding="utf-8")

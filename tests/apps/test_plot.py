@@ -16,8 +16,9 @@ def test_the_picture_of_a_run(tmp_path):
     assert done.status == 0 and done.out.startswith("noisy 4.000 ████") and "▂ 1.000" in done.out
     svg = ElementTree.fromstring((tmp_path / "log.svg").read_text())
     curves = [each.get("points").split() for each in svg if each.tag.endswith("polyline")]
-    assert [len(points) for points in curves] == [4, 4, 3, 3]
+    assert [len(points) for points in curves] == [5, 5, 3, 3]
     assert curves[0][0] == "200.0,20.0" and curves[0][-1] == "680.0,200.0"
+    assert curves[3][:2] == ["360.0,486.7", "680.0,380.0"]
     names = [each.text for each in svg if each.tag.endswith("text")]
     assert names == ["4", "noisy", "clean", "0.9", "right 1 ahead", "right 2 ahead"]
 
