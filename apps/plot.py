@@ -29,7 +29,7 @@ def diagram(curves: dict[str, list[tuple[int, float]]], top: int) -> str:
             x = MARGIN + WIDTH * step / last_step
             corners.append(f"{x:.1f},{top + HEIGHT * (1 - value / most):.1f}")
         corners.append(corners[-1])  # a single point, too, is then a line, with round ends
-        line = f'points="{" ".join(corners)}" fill="none" stroke-width="2" stroke-linecap="round"'
+        line = f'points="{" ".join(corners)}" fill="none" stroke-width="3" stroke-linecap="round"'
         svg += f'<polyline {line} stroke="{colour}"/>\n'
         x, y = MARGIN + WIDTH + 6, top + 14 + 18 * i
         svg += f'<text x="{x}" y="{y}" fill="{colour}">{name}</text>\n'
