@@ -24,10 +24,18 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
 
-import lm_eval  # of bench/requirements.txt
-from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 from tqdm import tqdm
+
+try:
+    import lm_eval
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+except ImportError:
+    if __name__ == "__main__":
+        from plumbing.errors import stop
+
+        stop("lm-eval is not installed: pip install -r bench/requirements.txt")
+    raise
 
 from bench import common
 from decode import Decoder, Options

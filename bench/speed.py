@@ -168,8 +168,11 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
     prompts = common.encode(chat, problems)
     longest = max(map(len, prompts)) + args.max_new
     for rows in args.rows:
+        asked = prompts
+        if args.shape:  # random weights end no answer early: one batch is enough
+            asked = prompts[:rows]
         ways = make_ways(model, rows, longest, args)
-        work = {name: functools.partial(way, prompts, args.max_new) for name, way in ways.items()}
+        work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
         answers, milliseconds = in_turn(work, args.rounds, model.device)
 
         first = next(iter(ways))
