@@ -14,8 +14,8 @@ confidence passes tau, the first one always; then the masks move on. tau = 1 is 
 the tests compare the two. What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
   * every row of a batch has its own length in the cache (future work in the paper): no row waits
-    until another has filled a cache block, and a prompt gives the same tokens in a batch as alone,
-    up to rounding. `block_cache` is the paper's way: see kv_cache.py;
+    for another, and a prompt gives the same tokens in a batch as alone, up to rounding. With
+    `block_cache`, the paper's way, rows wait: see kv_cache.py;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
   * without a tau, guesses are checked before they count, so that the text is AR's: lossless.py.
 """
@@ -47,6 +47,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
     """The method at its simplest: greedy, one text, no cache. Returns the new tokens."""
     text = list(prompt)
     masks = [model.config.mask_token_id] * block
+    is_plain_ar = tau == 1  # a confidence may be rounded to 1, and must not pass then
     while True:
         tokens = torch.tensor([text + masks], device=model.device)  # (1, T)
         positions = torch.arange(tokens.size(1), device=model.device)[None]
@@ -56,7 +57,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
         logits = model.logits_at(hidden, columns)  # (1, B + 1, V)
         confidence, candidates = logits[0].softmax(-1).max(-1)
         for i, token in enumerate(candidates.tolist()):
-            passes = confidence[i] >= tau and tau < 1  # a confidence may be rounded to 1
+            passes = confidence[i] >= tau and not is_plain_ar
             if i > 0 and not passes:
                 break
             text.append(token)
@@ -67,8 +68,8 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 # ------------------------------------------------------------------------------------------ options
 
-# The measures of confidence, and the tau at which each is plain AR. There no masks are fed, for a
-# confidence that is rounded to 1 (an entropy, to 0) would pass.
+# The measures of confidence, and the tau at which each is plain AR. At that tau no masks are fed:
+# the test alone would not do, for a confidence that is rounded to 1 (an entropy, to 0) passes it.
 AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
 
 
@@ -159,7 +160,7 @@ class Threshold:
     Its calls are those of `Method` (plumbing/scheduler.py). The other method is in lossless.py.
     """
 
-    confidence_with_noise = False  # a softmax of the logits, not of logits + T * noise
+    confidence_with_noise = False  # at a temperature it is without the noise that draws tokens
 
     def __init__(self, block: int, metric: str, mask_id: int):
         """block: the number of masks, B."""
@@ -245,10 +246,11 @@ class Decoder:
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.dice = Dice(options.seed, config.vocab_size)
         self.model = fast_copy(model, options.compile)
-        self.num_threads = torch.get_num_threads()  # attention depends on it: see additive_mask
+        self.num_threads = torch.get_num_threads()  # the mask's best shape depends on it
         if options.compile:
             self.compiled_forward = compiled(self.forward, self.cache)
-        # Padding is a clean token (prefix = pos + 1) after every text, which no prefix reaches.
+        # Padding has the mask's token id (any would do), but is a clean token: prefix = pos + 1. It
+        # stands after every text, so no text and no mask sees it.
         end = self.cache.capacity
         self.padding = (config.mask_token_id, end, end + 1)
         # In bfloat16 on a CPU a position that is alone adds up in another order than one among
@@ -300,7 +302,8 @@ class Decoder:
             if feed.sequence:
                 accepted, num_held = self.method.decide(feed.sequence, tokens, confidences)
                 news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
-            # cached tokens += real tokens that were fed + guesses that hold
+            # cached tokens += real tokens that were fed + guesses that hold. (The last accepted
+            # token was not fed: the next forward feeds it.)
             counts.append(feed.num_real + num_held)
         self.cache.commit(counts)
         return news
@@ -308,11 +311,12 @@ class Decoder:
     def feed(self, turn: Turn) -> Feed:
         """What a row is fed in its turn."""
         row, sequence, most_added = turn
-        if most_added is None:
+        if most_added is None:  # idle, or it waits for other rows
             return Feed(row, None, positions=[], num_real=0, columns=range(0))
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
         real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
+        # Only a BlockCache gives less room than the method needs, and never with lossless decoding.
         positions = real + self.method.additions(sequence)[:most_added]
         columns = range(len(real) - 1, len(positions))
         return Feed(row, sequence, positions, len(real), columns)
@@ -321,8 +325,8 @@ class Decoder:
         """For each feed the tokens that its columns predict, and how confident they are.
 
         At a temperature T > 0 every token is drawn from p^(1/T) of its own position, independently
-        of the others. So with several tokens per forward (and a tau) the text is not a sample of
-        the AR distribution.
+        of the others. So with a tau below 1 the text is not a sample of the AR distribution.
+        Without a tau it is: see lossless.py.
         """
         width = max(len(feed.positions) for feed in feeds)
         num_columns = max(len(feed.columns) for feed in feeds)
@@ -356,14 +360,15 @@ class Decoder:
 
         They are one tensor, for one transfer to the host.
 
-        inputs (R, T, 3): token, pos and prefix. noise: the dice (R, C, V). --compile compiles this.
+        inputs (R, T, 3): token, pos and prefix. noise (R, C, V): the Gumbel noise that draws the
+        tokens; None: the best are taken. --compile compiles this.
         """
         mask = self.cache.mask(inputs[..., 1:])
         mask = additive_mask(mask, self.config, self.num_threads, self.cache.dtype)
         hidden = self.model(inputs[..., 0], inputs[..., 1], mask, self.cache, attend_folded)
         logits = self.model.logits_at(hidden, columns)  # (R, C, V)
         scores = logits
-        if noise is not None:  # the best of logits + T * dice is a draw from p^(1/T)
+        if noise is not None:  # the argmax of logits + T * noise is a draw from p^(1/T)
             scores = logits + self.options.temperature * noise
         tokens = scores.argmax(-1)
         if self.method.confidence_with_noise:

@@ -69,7 +69,7 @@ class KVCache:
         self.prompt_lengths[row] = prompt_length
 
     def reserve(self, width: int, rows: list[int]) -> None:
-        """Reserve `width` slots after the length of each of these rows, which are in order.
+        """Reserve `width` slots after the length of each of these rows (in ascending order).
 
         `mask`, `write` and `commit` are about these rows until the next call. ValueError if the
         capacity is too small, before anything is written.
@@ -91,11 +91,12 @@ class KVCache:
         """`model.visible` for the reserved positions: bool (R, 1, T, span).
 
         pos_prefix (R, T, 2): of each position; they are kept for later forwards. Slots after the
-        reserved ones may hold anything: they are of another document.
+        reserved ones hold scratch. They get the document -1, so that no position sees them.
         """
         self.pos_prefix[self.row_index, self.slots] = pos_prefix
         pos, prefix = pos_prefix[:, None, :, None].unbind(-1)  # (R, 1, T, 1)
-        slot_pos, slot_prefix = self.pos_prefix[self.at][:, None, None, : self.span].unbind(-1)
+        in_slots = self.pos_prefix[self.at][:, None, None, : self.span]
+        slot_pos, slot_prefix = in_slots.unbind(-1)  # (R, 1, 1, span)
         is_after = torch.arange(self.span, device=self.device) > self.slots[:, None, None, -1:]
         slot_doc = torch.where(is_after, -1, 0)
         return visible(pos, prefix, 0, slot_pos, slot_prefix, slot_doc)
@@ -103,7 +104,7 @@ class KVCache:
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v (R, kv_heads, T, head_dim) into the reserved slots; return the whole span."""
         keys, values = self.layers[layer]
-        # (R, T, kv_heads, head_dim): the dimensions of index tensors come first
+        # keys[row, :, slot] is (R, T, kv_heads, head_dim): indexed dimensions come first.
         keys[self.row_index, :, self.slots] = k.transpose(1, 2)
         values[self.row_index, :, self.slots] = v.transpose(1, 2)
         return keys[self.at, :, : self.span], values[self.at, :, : self.span]
@@ -116,7 +117,8 @@ class KVCache:
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
         """How many positions (masks, guesses) may follow the text of each row; None: it must wait.
 
-        text_lengths: by row, of the texts in the next forward. `widest` is more than a method adds.
+        text_lengths: by row, of the texts in the next forward. Here there is no limit: a method
+        never adds as many as `widest`.
         """
         return dict.fromkeys(text_lengths, self.widest)
 
@@ -126,8 +128,9 @@ class BlockCache(KVCache):
 
     The tokens of an open (not yet full) block are fed again by every forward. A full block is fed
     once more, by the forward that opens the next one, and kept. That forward is for all rows at
-    once, so a row whose block is full waits for the others. (Not for ever: every open row gets a
-    token in each forward, and while a row waits no new prompt is admitted.)
+    once, so a row whose block is full waits for the others. (Not for ever: a row with an open block
+    gets a token in each forward, so its block fills; and while a row waits no new prompt is
+    admitted.)
 
         cached      | cache block | fed by the next forward
         p p p p p p | a . . .     | a M M       three places are free: two masks, three candidates
@@ -155,10 +158,10 @@ class BlockCache(KVCache):
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """One fewer than there are free places, of which the last real token predicts the first.
+        """One fewer than there are free places in the open block; if all are full, in the next.
 
-        The free places are those of the open block; if all blocks are full, of the next. A row
-        whose last block is full waits as long as another row has an open one.
+        For the last real token predicts the first free place, and each mask one more. A row whose
+        last block is full waits as long as another row has an open one.
         """
         num_open = {row: self.num_in_open_block(row, n) for row, n in text_lengths.items()}
         some_are_open = any(num_open.values())
@@ -178,7 +181,7 @@ def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
     """
     size = options.block_cache
     if size:
-        size = min(size, longest)
+        size = min(size, longest)  # a larger block never fills
         widest += size
     unit = COMPILED_UNIT if options.compile else UNIT
     capacity = ceil((longest + widest) / unit) * unit

@@ -154,10 +154,11 @@ class Plan:
 
 
 def useful_masks(plan: Plan, num_held: int, block: int) -> range:
-    """Which predictions of a forward are of masks, and say what comes after AR's token.
+    """The indices of those predictions of a forward that say what comes after AR's token.
 
-    These masks saw no guess that failed, and as many as possible of those that held. Prediction 0
-    is that of x, the last real token; then come the guesses', then the groups', `block` each.
+    They are of masks of one group: the one that saw most guesses, of those that saw none that
+    failed. Prediction 0 is that of x, the last real token; then come the guesses', then the
+    groups', `block` each.
     """
     useful = range(0)
     begin = 1 + len(plan.guesses)  # of a group

@@ -74,7 +74,7 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     document of its own); and `prefix`, the number of clean tokens that it sees. A clean token sees
     itself and all before it: prefix = pos + 1. A mask sees the clean tokens before its block:
     prefix = the first position of the block. An example: the clean tokens a b c d e f, and two
-    blocks of B = 2 masks, the first at position 3; one row per query.
+    blocks of B = 2 masks, at positions 3 and 5 (they may begin anywhere); one row per query.
 
             pos prefix | a b c d e f | M3 M4 | M5 M6    (a stands at position 0)
         d    3    4    | x x x x     |       |          clean: causal, and never sees a mask
@@ -85,7 +85,7 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     """
     k_is_mask = k_prefix <= k_pos  # a clean token has prefix = pos + 1
     in_prefix = ~k_is_mask & (k_pos < q_prefix)
-    # in_block is never true for a clean q: k_prefix <= k_pos <= q_pos, but q_prefix = q_pos + 1.
+    # Masks of one block have the same prefix. No clean q has it: its prefix is after its position.
     in_block = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)
     return (q_doc == k_doc) & (in_prefix | in_block)
 

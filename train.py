@@ -11,9 +11,11 @@ predicts the token after its own place.
 What is unusual here:
   * the noisy stream holds response positions only: [clean ; masks]. The paper's also repeats the
     prompt, unmasked; the loss is the same;
-  * every target is weighted relative to the whole step, so the loss does not depend on how a step
-    is packed, cut into forwards and split among processes (torchrun and FSDP2);
-  * a run that was killed continues bit for bit (`--resume`, on a CPU, with as many threads).
+  * a step's loss is a sum over its targets, each with a weight that is fixed beforehand, so it does
+    not depend on how a step is packed, cut into forwards and split among processes (torchrun and
+    FSDP2);
+  * a run that was killed continues from its last checkpoint, bit for bit (`--resume`, on a CPU,
+    with as many threads).
 """
 
 import argparse
@@ -139,18 +141,20 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     x = torch.tensor(example.tokens)
     P = example.prompt_length
     L = len(x)
-    clean_pos = torch.arange(L - 1)
-    mask_pos = block_start = torch.arange(0)  # no masks
-    if recipe.block is not None:
+    num_clean = L - 1
+    clean_pos = torch.arange(num_clean)
+    if recipe.block is None:  # no masks
+        mask_pos = block_start = torch.arange(0)
+    else:
         mask_pos = torch.arange(P, L - 1)
         block_start = mask_pos - mask_pos % recipe.block
     pos = torch.cat([clean_pos, mask_pos])
     share = 1 / (L - P)
     clean_weight = torch.zeros(len(pos))
-    clean_weight[P - 1 : L - 1] = share
+    clean_weight[P - 1 : num_clean] = share
     noisy_weight = torch.zeros(len(pos))
     if recipe.block is not None:
-        noisy_weight[L - 1 :] = share  # the masks'
+        noisy_weight[num_clean:] = share  # the masks'
         # No mask predicts the first response token. The last prompt token does, so it counts in the
         # noisy loss, too, as in the paper.
         noisy_weight[P - 1] = share
@@ -226,7 +230,10 @@ def add_gradients(
     forward_inputs=forward_inputs,
     losses=losses,
 ) -> Tensor:
-    """Add the gradients of a step's loss. Returns this process's part of (noisy, clean): (2,)."""
+    """Add the gradients of a step's loss. Returns this process's part of (noisy, clean): (2,).
+
+    forward_inputs, losses: what another objective has instead (apps/low_rank.py).
+    """
     rank, size = processes.rank_and_size()
     sums = torch.zeros(2, device=model.device)
     for inputs in forward_inputs(examples, recipe, rank, size):
@@ -250,6 +257,8 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
     right, count = torch.zeros(2, bins).double()
     for inputs in forwards:
         inputs = inputs.to(model.device)
+        # The first mask of a block stands at pos = prefix, and predicts two after the last token
+        # that it sees.
         ahead = torch.where(inputs.is_mask, inputs.pos - inputs.prefix + 2, 1)
         at = (inputs.noisy_weight + inputs.clean_weight).nonzero(as_tuple=True)
         with processes.arithmetic_in(recipe.dtype, model.device):
@@ -321,7 +330,7 @@ def train(
         stop = processes.largest(run.stop_signal.number)  # 0 if none came to any process
         if is_due or stop:
             run.save(model, optimizer)
-        if stop and not is_last:
+        if stop and not is_last:  # after the last step the run is complete
             return stop
     return 0
 
@@ -379,7 +388,7 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, D
         block=block,
         lr=args.lr,
         batch=args.batch,
-        # A row that is skipped counts in --epochs like any other.
+        # A row that `Dataset` skips (too long, no answer) counts in --epochs like any other.
         steps=args.steps or math.ceil(args.epochs * len(data.training) / args.batch),
         save_every=args.save_every,
         batch_tokens=args.batch_tokens,

@@ -5,7 +5,8 @@ from typing import NamedTuple, Protocol
 
 from .arguments import check_request
 
-PREFILL = 4096  # positions of prompts, padding included, in one forward; more only for one prompt
+# The most positions in a prefill, padding included. A longer prompt is fed alone, in one forward.
+PREFILL = 4096
 
 
 class Sequence:
@@ -36,7 +37,7 @@ class Sequence:
         return len(self.num_accepted)
 
     def take(self, tokens: list[int], width: int) -> list[int]:
-        """Accept what one forward gave, up to an end-of-turn token and max_new; what was taken."""
+        """Accept what a forward gave, up to an end of turn and max_new. Returns what was taken."""
         taken = []
         for token in tokens:
             if self.done:
@@ -71,8 +72,8 @@ class Method(Protocol):
     def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
         """What is accepted of the tokens that the positions predict, with their confidences.
 
-        Position 0 is the last token of the text; the others are the additions. (For the metric
-        entropy a lower confidence is surer.)
+        The last token of the text predicts tokens[0]; addition i - 1 predicts tokens[i]. (For the
+        metric entropy a lower confidence is surer.)
         """
 
 
@@ -98,13 +99,14 @@ class Scheduler:
         self.held_back: list[Sequence] = []  # those whose row had to wait in the last forward
 
     def schedule(self) -> tuple[list[Turn], bool]:
-        """The rows of the next forward, and is it a prefill? No rows: there is nothing to do.
+        """The turns of the next forward, and whether it is a prefill. Without turns all is done.
 
         A prefill has only rows that begin. Any other forward has all rows, but on a CPU idle rows
-        are left out once they are half of all: until then, to copy the cache of the others into a
-        smaller one costs more than it saves.
+        are left out once they are half of all. (To leave out a row makes the cache copy all
+        others, so for fewer it costs more than it saves.)
         """
-        # A new text has an open cache block, so rows that wait already would wait for it, too.
+        # While a row waits (BlockCache) no new text begins: its block is open, so the row would
+        # have to wait for that one, too.
         if all(sequence.done for sequence in self.held_back):
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
@@ -114,7 +116,8 @@ class Scheduler:
             rows = self.that_fit(new)
         elif running:
             for row, sequence in enumerate(self.sequences):
-                if sequence and sequence.done:  # after `admit`, which may reuse what the row holds
+                # A done row that `admit` gave no new text: what it holds is of no more use.
+                if sequence and sequence.done:
                     self.sequences[row] = None
                     self.cache.begin(row)
             rows = list(range(len(self.sequences)))
@@ -143,6 +146,7 @@ class Scheduler:
             kept = [self.cache.lengths[row] for row in rows[:count]]
             prompts = [self.sequences[row].prompt_length for row in rows[:count]]
             width = max(p - k for p, k in zip(prompts, kept)) + self.block
+            # Each row is padded to `width`, after what it holds.
             if count * width <= PREFILL and max(kept) + width <= self.cache.capacity:
                 return rows[:count]
         return rows[:1]
