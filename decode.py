@@ -84,6 +84,7 @@ class Options:
     metric: str = "probability"
     block: int | None = None
     block_cache: int | None = None
+    guard: bool = False
     max_new: int = 256
     temperature: float = 0.0
     seed: int = 0
@@ -101,8 +102,8 @@ class Options:
         check_number("seed", self.seed, int, least=0, below=2**62)
         if self.tau is not None:
             check_tau(self.tau, self.metric)
-        elif self.block_cache is not None or self.metric != "probability":
-            raise UserError("--block-cache and --metric need a --tau")
+        elif self.block_cache is not None or self.metric != "probability" or self.guard:
+            raise UserError("--block-cache, --metric and --guard need a --tau")
 
     @property
     def is_lossless(self) -> bool:
@@ -125,6 +126,8 @@ def add_options(parser: Parser, num_taus: str | None = None) -> None:
     add("--metric", choices=tuple(AR_TAU), default=default.metric, help="measure of confidence")
     add("--block", type=int, help="B, number of masks (default: as in training, or 4)")
     add("--block-cache", type=int, metavar="N", help="the paper's cache, in blocks of N tokens")
+    add("--guard", action="store_true", help="with a tau: no token that repeats the one before it, "
+        "or that is not what the text says")
     add("--max-new", type=int, default=default.max_new, help="maximum number of new tokens")
     add("--temperature", type=float, default=default.temperature, help="0 is greedy")
     add("--seed", type=int, default=default.seed, help="sampling seed")
@@ -162,11 +165,12 @@ class Threshold:
 
     confidence_with_noise = False  # at a temperature it is without the noise that draws tokens
 
-    def __init__(self, block: int, metric: str, mask_id: int):
-        """block: the number of masks, B."""
+    def __init__(self, block: int, mask_id: int, metric: str, guard: bool = False):
+        """block: the number of masks, B. guard: see `slips`."""
         self.block = block
-        self.metric = metric
         self.mask_id = mask_id
+        self.metric = metric
+        self.guard = guard
         self.widest = (block + 1) + block  # the tokens accepted last time, and the masks
 
     def additions(self, sequence: Sequence) -> list[Position]:
@@ -186,10 +190,20 @@ class Threshold:
             passes = confidence >= sequence.tau
             if self.metric == "entropy":
                 passes = confidence <= sequence.tau
-            if not passes:
+            if not passes or (self.guard and slips(sequence, accepted, token)):
                 break
             accepted.append(token)
         return Decision(accepted, num_held=0)
+
+
+def slips(sequence: Sequence, accepted: list[int], token: int) -> bool:
+    """Is it what masks say that slip by a place? Ours, not the paper's: docs/lossless.md.
+
+    A sure mask that is wrong mostly says the last token once more, or the next but one, where the
+    text copies itself. So a token that the text contradicts does not pass.
+    """
+    said, _ = sequence.repeats.next_token(sequence.token_ids, accepted)
+    return token == accepted[-1] or said not in (None, token)
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -241,7 +255,7 @@ class Decoder:
             is_batch_on_cpu = rows > 1 and model.device.type == "cpu"
             self.method = Lossless(self.block, config.mask_token_id, is_batch_on_cpu)
         else:
-            self.method = Threshold(self.block, options.metric, config.mask_token_id)
+            self.method = Threshold(self.block, config.mask_token_id, options.metric, options.guard)
         self.cache = make_cache(model, rows, self.longest, self.method.widest, options)
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.dice = Dice(options.seed, config.vocab_size)

@@ -8,12 +8,11 @@ guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
-    AR's next token  g1   y   (void)          |          |
+    AR's next token  g1   y  (unused)         |          |
 
 After x AR says g1: the first guess holds. After g1 AR says y, which is not g2: the second fails,
-y takes its place, and what AR says after g2 is void. Accepted are g1 and y. Group 1 saw x and g1,
-and no guess that failed. Its first mask stands where y is now, and predicts the token after y: a
-new guess.
+and y takes its place. Accepted are g1 and y. Group 1 saw x and g1, and no guess that failed. Its
+first mask stands where y is now, and predicts the token after y: a new guess.
 
 Why this is exact: x, g1 and g2 see the tokens before them and never a mask, so the output at x is
 what AR says after x. If that is g1, the output at g1 is what AR says next, and so on, up to the
@@ -24,8 +23,9 @@ Guesses that hold are already in their slots of the cache. A forward need not ha
 the one that would be needed is missing, the masks of a group that saw fewer guesses take its place;
 if there is none, the next forward has no guesses from masks. That costs time, and changes no token.
 
-After the masks' guesses come some from the text itself, if its last tokens occurred before: what
-followed them then (`Lookup`).
+Not all guesses are of masks. The text itself often says what comes next: what followed the last
+time that its last tokens stood there (`Repeats` in plumbing/scheduler.py). Of the two the likelier
+is taken, place by place.
 
 At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
@@ -35,13 +35,23 @@ drawn with the dice of its position, and AR's token with the same, so that both 
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from plumbing.scheduler import Decision, Position, Sequence, num_in_common
 
-LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
-RUN = 3  # tokens that must have occurred before, for a guess from the text
-FIRST_LOOKED_UP = 4  # guesses from the text to begin with, so that a short answer wastes few
-MOST_LOOKED_UP = 10  # and at most, where they were right
+LEAST_PROBABILITY = 0.1  # guesses and groups less likely to be of use than this are left out
+MOST_FROM_TEXT = 16  # guesses in a forward that masks have nothing to say about
+MOST_GROUPS = 2  # more gained next to nothing
+# How likely a guess from the text holds, by the length of the run that it follows (0: there is no
+# guess). So it begins; then it is a mean over those that were checked, with RATE for the newest.
+FIRST_CHANCES = {0: 0.0, 2: 0.5, 4: 0.8, 8: 0.95}
+RATE = 0.05
+
+
+class Guess(NamedTuple):
+    token: int | None
+    chance: float  # that it holds if all before it do
+    run: int = 0  # if it is from the text: the length of the run that it followed
 
 
 class Lossless:
@@ -54,16 +64,14 @@ class Lossless:
         """block: the number of masks in a group, B."""
         self.block = block
         self.mask_id = mask_id
-        # The probabilities of all groups add up to 1: no more than 1 / .2 of them can be likely.
-        self.most_groups = min(block + 1, int(1 / LEAST_PROBABILITY))
-        self.looks_up = not is_batch_on_cpu
-        if is_batch_on_cpu:
-            self.most_groups = 1  # every row is as wide as the widest, and each position costs
+        # In such a batch every row is as wide as the widest, and each position costs.
+        self.asks_text = not is_batch_on_cpu
+        self.most_groups = 1 if is_batch_on_cpu else MOST_GROUPS
 
     @property
     def widest(self) -> int:
-        """The last token, the masks' guesses, those from the text, the groups."""
-        return 1 + self.block + MOST_LOOKED_UP + self.most_groups * self.block
+        """The last token, the guesses, the groups."""
+        return 1 + self.block + MOST_FROM_TEXT + self.most_groups * self.block
 
     def additions(self, sequence: Sequence) -> list[Position]:
         """The guesses and groups of masks that follow a text.
@@ -79,7 +87,7 @@ class Lossless:
         positions = []
         end = len(sequence.token_ids)
         for pos, guess in enumerate(sequence.state.guesses, start=end):
-            positions.append((guess, pos, pos + 1))
+            positions.append((guess.token, pos, pos + 1))
         for j in sequence.state.groups:
             prefix = end + j
             for pos in range(prefix, prefix + self.block):
@@ -92,65 +100,56 @@ class Lossless:
         tokens: AR's after x, g1, g2, ..., then what the masks of each group predict.
         """
         fed = sequence.state
-        num_held = num_in_common(tokens, fed.guesses)
+        num_held = num_in_common(tokens, [guess.token for guess in fed.guesses])
         accepted = tokens[: num_held + 1]
         useful = useful_masks(fed, num_held, self.block)
-        chances = [confidences[i] for i in useful]
-        num_worth = count_worth(chances)
-        from_masks = [tokens[i] for i in useful[:num_worth]]
-        from_text = []
-        if self.looks_up:
-            from_text = fed.lookup.next_guesses(sequence.token_ids + accepted, from_masks)
-        groups = likely_groups(chances[:num_worth], self.most_groups)
-        sequence.state = Plan(from_masks + from_text, groups, useful, fed.lookup)
+        from_masks = [Guess(tokens[i], confidences[i]) for i in useful]
+        chances = judged(fed, num_held)
+        guesses = self.chain(sequence, accepted, from_masks, chances)
+        groups = likely_groups([guess.chance for guess in guesses], self.most_groups)
+        sequence.state = Plan(guesses, groups, useful, chances)
         return Decision(accepted, num_held)
 
+    def chain(
+        self,
+        sequence: Sequence,
+        accepted: list[int],
+        from_masks: list[Guess],
+        chances: dict[int, float],
+    ) -> list[Guess]:
+        """What the next forward checks: at each place a mask's guess or the text's, the likelier.
 
-class Lookup:
-    """Guesses from a text itself: what followed the last occurrence of its last RUN tokens.
-
-    Whenever all the masks' guesses held, the number to offer becomes twice as many as were right,
-    but at least one; otherwise it stays. So a text that does not repeat itself costs hardly a
-    position, and one that does soon gets MOST_LOOKED_UP.
-    """
-
-    def __init__(self):
-        self.goes_on_at: dict[tuple, int] = {}  # of each run of tokens: where the text goes on
-        self.length = 0  # of the text at the last call
-        self.most = FIRST_LOOKED_UP
-        self.from_masks: list[int] = []  # the masks' guesses of the last call
-        # What the last call found, also beyond what it offered: if all offered guesses hold, AR's
-        # token after them counts as one more that is right, if it is the next one found.
-        self.found: list[int] = []
-
-    def next_guesses(self, text: list[int], from_masks: list[int]) -> list[int]:
-        """Guesses for what comes after a text and the masks' guesses."""
-        self.judge(came=text[self.length :])
-        for end in range(max(RUN, self.length), len(text)):  # nothing follows the last run yet
-            self.goes_on_at[tuple(text[end - RUN : end])] = end
-        self.length = len(text)
-        last_run = (text[-RUN:] + from_masks)[-RUN:]
-        begin = self.goes_on_at.get(tuple(last_run), len(text))  # if it is new, nothing follows
-        self.from_masks = list(from_masks)
-        self.found = text[begin : begin + MOST_LOOKED_UP]
-        return self.found[: self.most]
-
-    def judge(self, came: list[int]) -> None:
-        """Set how many to offer, by how many of those found last are in the text that came."""
-        num_masks = len(self.from_masks)
-        if self.found and came[:num_masks] == self.from_masks:
-            num_right = num_in_common(came[num_masks:], self.found)
-            self.most = min(MOST_LOOKED_UP, max(1, 2 * num_right))
+        It ends where all guesses together are no longer likely to hold. from_masks: what the useful
+        masks predict. chances: see Plan.
+        """
+        text = sequence.token_ids + accepted
+        guesses = []
+        tokens = []
+        all_hold = 1.0
+        while len(guesses) < self.block + MOST_FROM_TEXT:
+            guess = Guess(token=None, chance=0.0)
+            if len(guesses) < len(from_masks):
+                guess = from_masks[len(guesses)]
+            if self.asks_text:
+                token, run = sequence.repeats.next_token(text, tokens)
+                if chances[run] > guess.chance:
+                    guess = Guess(token, chances[run], run)
+            all_hold *= guess.chance
+            if all_hold < LEAST_PROBABILITY:
+                break
+            guesses.append(guess)
+            tokens.append(guess.token)
+        return guesses
 
 
 @dataclass
 class Plan:
     """What a forward of a sequence is fed after the text; kept in `sequence.state`."""
 
-    guesses: list[int] = field(default_factory=list)  # tokens to check
+    guesses: list[Guess] = field(default_factory=list)  # to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
     useful: range = range(0)  # `useful_masks` of the forward before; apps/trace.py shows them
-    lookup: Lookup = field(default_factory=Lookup)
+    chances: dict[int, float] = field(default_factory=FIRST_CHANCES.copy)  # of the text's guesses
 
 
 def useful_masks(plan: Plan, num_held: int, block: int) -> range:
@@ -170,25 +169,22 @@ def useful_masks(plan: Plan, num_held: int, block: int) -> range:
     return useful
 
 
-def count_worth(chances: list[float]) -> int:
-    """How many candidates are worth a position: as long as all up to there are likely to hold.
-
-    chances: of each candidate, how likely it holds if all before it do.
-    """
-    all_hold = 1.0
-    for count, chance in enumerate(chances):
-        all_hold *= chance
-        if all_hold < LEAST_PROBABILITY:
-            return count
-    return len(chances)
+def judged(fed: Plan, num_held: int) -> dict[int, float]:
+    """The chances of what the text says, after the check of the guesses that were fed."""
+    chances = dict(fed.chances)
+    for place, guess in enumerate(fed.guesses[: num_held + 1]):  # nothing is known of later ones
+        if guess.run:
+            has_held = float(place < num_held)
+            chances[guess.run] += RATE * (has_held - chances[guess.run])
+    return chances
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:
     """Which groups of masks to feed: the likeliest to be needed, at most `most` of them.
 
-    chances: for each of the masks' K guesses, how likely it holds if all before it do. Group j < K
-    is needed if exactly j guesses hold. That has the probability c1 c2 ... cj (1 - c(j+1)). Group K
-    is needed if all hold, whatever becomes of the guesses from the text: c1 c2 ... cK.
+    chances: for each of the K guesses, how likely it holds if all before it do. Group j < K is
+    needed if exactly j guesses hold. That has the probability c1 c2 ... cj (1 - c(j+1)). Group K is
+    needed if all hold: c1 c2 ... cK.
     """
     probability = []
     all_so_far = 1.0

@@ -60,12 +60,13 @@ class TracedMethod:
         """What the useful masks predict, and what becomes of it in the plan of the next forward."""
         plan = sequence.state
         candidates = [tokens[i] for i in plan.useful]
-        num_from_masks = num_in_common(candidates, plan.guesses)
+        guesses = [guess.token for guess in plan.guesses]
+        num_from_masks = num_in_common(candidates, guesses)
         return {
             "candidates": list(zip(self.labels(candidates), [confidences[i] for i in plan.useful])),
             "first": self.method.block - len(candidates),  # of the group's masks, that is useful
             "passed": num_from_masks,
-            "looked_up": self.labels(plan.guesses[num_from_masks:]),
+            "looked_up": self.labels(guesses[num_from_masks:]),
         }
 
     def labels(self, tokens: list[int]) -> list[str]:

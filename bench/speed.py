@@ -159,7 +159,7 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
     ways["lossless"] = ours()
     if rows == 1:
         ways["lossless, no lookup"] = ours()
-        ways["lossless, no lookup"].decoder.method.looks_up = False
+        ways["lossless, no lookup"].decoder.method.asks_text = False
     return ways
 
 

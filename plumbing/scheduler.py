@@ -7,6 +7,31 @@ from .arguments import check_request
 
 # The most positions in a prefill, padding included. A longer prompt is fed alone, in one forward.
 PREFILL = 4096
+RUNS = (8, 4, 2)  # how many of a text's last tokens are looked for in it: the longest run first
+
+
+class Repeats:
+    """What a text says itself: how it went on the last time that its last tokens stood in it."""
+
+    def __init__(self):
+        self.goes_on_at: dict[tuple[int, ...], int] = {}  # where, after each run of tokens
+        self.num_indexed = max(RUNS)  # runs that end before this place are known
+
+    def next_token(self, text: list[int], guesses: list[int]) -> tuple[int | None, int]:
+        """What followed in the text on the run that text + guesses ends with, and the run's length.
+
+        Of the runs that the text has, the longest; (None, 0) if it has none.
+        """
+        for place in range(self.num_indexed, len(text)):
+            for length in RUNS:
+                self.goes_on_at[tuple(text[place - length : place])] = place
+        self.num_indexed = max(self.num_indexed, len(text))
+        tail = text[-max(RUNS) :] + guesses
+        for length in RUNS:
+            place = self.goes_on_at.get(tuple(tail[-length:]))
+            if place is not None:
+                return text[place], length
+        return None, 0
 
 
 class Sequence:
@@ -22,6 +47,7 @@ class Sequence:
         self.index = index
         self.stop = set(config.eos_token_id)
         self.state = None  # what the decoding method keeps from one forward to the next
+        self.repeats = Repeats()
         self.done = False  # set it to cancel the sequence
         # An entry for each forward, prefill included:
         self.num_accepted: list[int] = []  # number of accepted tokens

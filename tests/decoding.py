@@ -25,6 +25,7 @@ def random_options(rng: random.Random) -> dict:
     return {
         "tau": tau,
         "metric": metric,
+        "guard": rng.random() < 0.4,
         "block": rng.randint(1, 8),
         "max_new": rng.choice([1, 2, 7, 20, 40, 63, 64, 65]),
         "temperature": rng.choice([0.0, 0.0, 0.7, 1.0]),
@@ -32,13 +33,13 @@ def random_options(rng: random.Random) -> dict:
     }
 
 
-def use_lossless(monkeypatch, groups: int, looks_up: bool = False) -> None:
+def use_lossless(monkeypatch, groups: int, asks_text: bool = False) -> None:
     """Let every lossless decoder have up to so many groups, in a batch on a CPU, too."""
 
     def method(block: int, mask_id: int, is_batch_on_cpu: bool) -> Lossless:
         made = Lossless(block, mask_id, is_batch_on_cpu=False)
         made.most_groups = groups
-        made.looks_up = looks_up
+        made.asks_text = asks_text
         return made
 
     monkeypatch.setattr("decode.Lossless", method)
@@ -102,6 +103,19 @@ def confidence(probs: list[float], token: int, metric: str) -> float:
     return probs[token]
 
 
+def what_followed(text: list[int], guesses: list[int]) -> tuple[int | None, int]:
+    """What followed the last time that the last 8 (or else 4, or 2) tokens of both were in a text.
+
+    And that number. What follows one of the text's first 7 tokens is not asked for.
+    """
+    for length in (8, 4, 2):
+        run = (text + guesses)[-length:]
+        for place in range(len(text) - 1, 7, -1):
+            if text[place - length : place] == run:
+                return text[place], length
+    return None, 0
+
+
 def by_hand(
     model: Qwen2,
     prompt: list[int],
@@ -113,6 +127,7 @@ def by_hand(
     temperature: float = 0.0,
     seed: int = 0,
     index: int = 0,
+    guard: bool = False,
 ) -> tuple[list[int], list[int]]:
     """The tokens, and how many each forward gave: one text, no cache, no code of decode.py.
 
@@ -129,6 +144,7 @@ def by_hand(
         if threshold == one_token_tau(metric):
             num_masks = 0
         accepted.append(0)
+        text = prompt + tokens
         for logits in logits_after(model, prompt + tokens, num_masks):
             scores = logits.clone()
             if temperature > 0:
@@ -137,6 +153,9 @@ def by_hand(
             token = scores.argmax().item()
             sure = confidence(logits.softmax(-1).tolist(), token, metric)
             passes = sure <= threshold if metric == "entropy" else sure >= threshold
+            if guard and accepted[-1] > 0 and passes:
+                said, _ = what_followed(text, tokens[len(text) - len(prompt) :])
+                passes = token != tokens[-1] and said in (None, token)
             if accepted[-1] > 0 and not passes:
                 break
             tokens.append(token)

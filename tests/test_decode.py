@@ -13,6 +13,7 @@ from common import (
     endless_model,
     prompt_length,
     random_prompt,
+    tiny_config,
     tiny_model,
     toy_prompts,
 )
@@ -112,7 +113,7 @@ def test_acceptance_by_hand():
         assert confidence[0].tolist() == pytest.approx(expected, abs=1e-4)
         for tau, length in lengths.items():
             sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=9, tau=tau)
-            method = Threshold(block=3, metric=metric, mask_id=MASK)
+            method = Threshold(block=3, mask_id=MASK, metric=metric)
             decision = method.decide(sequence, candidates[0].tolist(), confidence[0].tolist())
             assert decision == (candidates[0, :length].tolist(), 0)
     drawn = torch.tensor([[1, 1, 0, 0]])  # at a temperature a candidate need not be the best
@@ -203,6 +204,22 @@ def test_in_bfloat16_on_a_cpu_a_position_has_a_neighbour():
         assert answer.widths == [2, width, width, width, width]
 
 
+def test_the_guard_by_hand():
+    """Every token passes tau here; 4 5 6 7 stood in the text, and 9 followed them."""
+    method = Threshold(block=3, mask_id=MASK, metric="probability", guard=True)
+    config = tiny_config(random.Random(0), vocab_size=20)
+    text = [10, 11, 12, 13, 4, 5, 6, 7, 9, 3, 4, 5, 6]
+    sequence = Sequence(text, config, max_new=9, tau=0.5)
+    for tokens, count in (
+        ([7, 9, 3, 4], 4),
+        ([6, 2, 2, 9], 2),  # the second 2 repeats the token before it
+        ([7, 8, 9, 2], 1),  # not what the text says: its own last token, or the next but one
+        ([7, 7, 9, 2], 1),
+        ([6, 9, 8, 5], 4),  # the first is AR's, whatever the text says
+    ):
+        assert method.decide(sequence, tokens, [0.9] * 4).tokens == tokens[:count]
+
+
 # --------------------------------------------------------------------------------------- sequences
 
 
@@ -284,6 +301,7 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
         ({"rows": 0}, "rows 0: must be at least 1"),
         ({"metric": "entropy"}, "need a --tau"),
         ({"block_cache": 4}, "need a --tau"),
+        ({"guard": True}, "need a --tau"),
     ],
 )
 def test_options_that_cannot_run(options, message):

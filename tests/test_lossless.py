@@ -5,44 +5,97 @@ import math
 import random
 from collections import Counter
 
+import pytest
 import torch
-from common import EOS, ROOT, cases, prompt_length, random_prompt, tiny_model, toy_prompts
-from decoding import alone, logits_after, mean, outcome, use_lossless
+from common import (
+    EOS,
+    MASK,
+    ROOT,
+    cases,
+    prompt_length,
+    random_prompt,
+    tiny_config,
+    tiny_model,
+    toy_prompts,
+)
+from decoding import alone, logits_after, mean, outcome, use_lossless, what_followed
 
 from decode import Decoder, Options, generate
-from lossless import Lookup, Lossless, Plan, count_worth, likely_groups, useful_masks
+from lossless import RATE, Guess, Lossless, Plan, judged, likely_groups, useful_masks
 from model import load
 from plumbing.sampling import dice
+from plumbing.scheduler import Repeats, Sequence
 
 # ------------------------------------------------------------------------------ guesses and groups
 
 
+def planned(*chances: float, most=9, text=(), of_text=None) -> tuple[list[int], list[int]]:
+    """The tokens to check and the groups, after a text, if masks predict 11, 12, ...
+
+    of_text: the chances of guesses from the text.
+    """
+    method = Lossless(block=9, mask_id=MASK, is_batch_on_cpu=False)
+    sequence = Sequence(text or [2], tiny_config(random.Random(0), vocab_size=99), 9, tau=None)
+    from_masks = [Guess(token, chance) for token, chance in enumerate(chances, start=11)]
+    guesses = method.chain(sequence, [], from_masks, of_text or Plan().chances)
+    groups = likely_groups([guess.chance for guess in guesses], most)
+    assert len(guesses) in groups or most == 1
+    return [guess.token for guess in guesses], groups
+
+
 def test_what_is_planned_by_hand():
-    """Guesses that hold with a probability of .2 and more, and the groups that are likely."""
-
-    def planned(*chances: float, most=9) -> tuple[int, list[int]]:
-        num_worth = count_worth(list(chances))
-        groups = likely_groups(list(chances[:num_worth]), most)
-        assert num_worth in groups or most == 1
-        return num_worth, groups
-
+    """Guesses that hold with a probability of .1 and more, and the groups that are likely."""
     # None holds: .3, one: .21, two: .147, three: .343
-    assert planned(0.7, 0.7, 0.7) == (3, [0, 1, 3])
-    assert planned(0.7, 0.7, 0.7, most=1) == (3, [3])
-    assert planned(0.5, 0.5, 0.1) == (2, [0, 1, 2])
-    assert planned(0.19, 1.0) == (0, [0])
-    assert planned() == (0, [0])
+    assert planned(0.7, 0.7, 0.7) == ([11, 12, 13], [0, 1, 2, 3])
+    assert planned(0.7, 0.7, 0.7, most=2) == ([11, 12, 13], [0, 3])
+    assert planned(0.7, 0.7, 0.7, most=1) == ([11, 12, 13], [3])
+    assert planned(0.8, 0.5, 0.1) == ([11, 12], [0, 1, 2])
+    assert planned(0.95, 0.9, 0.1) == ([11, 12], [2])
+    assert planned(0.09, 1.0) == ([], [0])
+    assert planned() == ([], [0])
     rng = random.Random(0)
     for _ in cases(200, 5000):
         least = rng.choice([0, 0.5, 0.9])
-        planned(*[rng.uniform(least, 1) for _ in range(rng.randint(1, 16))])
+        planned(*[rng.uniform(least, 1) for _ in range(rng.randint(1, 9))])
+
+
+def test_the_likelier_of_text_and_mask_is_guessed():
+    """Place by place: what followed the longest run then, or what the mask says."""
+    begin = [80, 81, 82, 83, 84, 85, 86, 87]
+    text = [*begin, 5, 6, 12, 30, 5, 6, 7, 12, 30, 31, 5, 6]
+    of_text = {0: 0.0, 2: 0.9, 4: 0.97, 8: 0.98}
+    sure = [7, 12, 30, 31, 5, 6, 7, 12, 30, 31, 5, 6, 7, 12, 30, 31, 5, 6, 7, 12]
+    assert planned(0.8, 0.8, text=text, of_text=of_text)[0][:20] == sure
+    assert planned(0.92, text=text, of_text=of_text)[0] == [11]  # 6 11 is new
+    assert planned(0.8, 0.92, 0.6, text=text, of_text=of_text)[0][:4] == [7, 12, 30, 31]
+    assert planned(0.8, 0.8, 0.98, text=text, of_text=of_text)[0] == [7, 12, 13]
+    few = {0: 0.0, 2: 0.5, 4: 0.5, 8: 0.5}
+    assert planned(0.1, 0.1, text=text, of_text=few)[0] == [7, 12, 30]
+    assert planned(text=text, of_text=few)[0] == [7, 12, 30]
+    assert planned(0.4, 0.4, text=[*begin, 5, 6, 8, 5, 7])[0] == [11, 12]  # new
+
+
+def test_a_guess_from_the_text_is_judged():
+    """By those that were checked, the first that failed among them; masks' guesses do not count."""
+    of_two, of_four = Guess(3, 0.9, run=2), Guess(3, 0.9, run=4)
+    fed = Plan([of_two, Guess(3, 0.9), of_four, of_two], chances={0: 0.0, 2: 0.5, 4: 0.5, 8: 0.5})
+    down, up = 0.5 * (1 - RATE), 0.5 * (1 - RATE) + RATE
+    for num_held, two, four in (
+        (0, down, 0.5),
+        (1, up, 0.5),
+        (2, up, down),
+        (3, up * (1 - RATE), up),
+        (4, up * (1 - RATE) + RATE, up),
+    ):
+        expected = {0: 0.0, 2: two, 4: four, 8: 0.5}
+        assert judged(fed, num_held) == pytest.approx(expected), num_held
 
 
 def test_useful_masks_by_hand():
     """B = 2 and two guesses: positions 3 and 4 are group 0, which saw none of them, and so on."""
 
     def useful(*groups: int, held: int) -> list[int]:
-        return list(useful_masks(Plan(guesses=[8, 9], groups=list(groups)), held, block=2))
+        return list(useful_masks(Plan(guesses=[None, None], groups=list(groups)), held, block=2))
 
     assert useful(0, 1, 2, held=1) == [5, 6]  # group 2 saw a guess that failed
     assert useful(0, 1, 2, held=2) == [7, 8]
@@ -53,27 +106,21 @@ def test_useful_masks_by_hand():
 def test_a_batch_on_a_cpu_has_one_group():
     """And no guesses from the text: every row would be as wide as the widest."""
     model = tiny_model(random.Random(0))
-    for rows, groups in ((1, 4), (2, 1)):
+    for rows, groups in ((1, 2), (2, 1)):
         method = Decoder(model, Options(block=3), rows, longest=20).method
-        assert (method.most_groups, method.looks_up) == (groups, rows == 1)
+        assert (method.most_groups, method.asks_text) == (groups, rows == 1)
 
 
-def test_lookup_by_hand():
-    """What followed the last a b c; twice as many as were right the last time, but one at least."""
-    lookup = Lookup()
-    a, b, c, x, y = 2, 3, 4, 5, 6
-    text = [a, b, c, x, x, a, b, c, y, x, y, x]
-    assert lookup.next_guesses(text, []) == []  # x y x is new
-    text += [a, b, c]
-    assert lookup.next_guesses(text, []) == [y, x, y, x]  # the first four, and not x x a ...
-    text += [y, x, a]  # two of them were right, so four are offered, if there are
-    assert lookup.next_guesses(text, [b, c]) == [y, x, a]
-    text += [x]  # not b: what was offered after b c says nothing
-    assert lookup.next_guesses(text, [a, b, c]) == [y, x, a, x]
-    text += [a, b, c, x]  # not y: one is offered now
-    assert lookup.next_guesses(text, [y, b, c, y]) == [x]
-    text += [y, b, c, y, x, a, b]  # x came, and a, which was not offered
-    assert lookup.next_guesses(text, [c]) == [x, y, b, c]
+def test_what_a_text_says_is_where_its_last_tokens_stood_before():
+    """By a search through the whole text; for every length of text and guesses."""
+    for seed in cases(30, 500):
+        rng = random.Random(seed)
+        repeats = Repeats()
+        text = []
+        for _ in range(60):
+            text += [rng.randint(0, 1) for _ in range(rng.randint(0, 3))]
+            guesses = [rng.randint(0, 1) for _ in range(rng.randint(0, 8))]
+            assert repeats.next_token(text, guesses) == what_followed(text, guesses)
 
 
 # --------------------------------------------------------------------------- the text and forwards
@@ -82,8 +129,7 @@ def test_lookup_by_hand():
 def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
     """Greedy and at a temperature, alone and (as on a GPU) in ragged batches: the text is that of
     tau 1. Random models repeat themselves often enough."""
-    use_lossless(monkeypatch, groups=5, looks_up=True)
-    num_forwards = {0: 0, 10: 0}
+    num_forwards = {False: 0, True: 0}
     for seed in cases(6, 200):
         rng = random.Random(seed)
         model = tiny_model(rng)
@@ -91,15 +137,15 @@ def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
         options = {"block": rng.randint(1, 4), "max_new": 40, "temperature": rng.choice([0, 0.5])}
         plain = generate(model, prompts, tau=1, **options)
         for rows in (1, 3):
-            for most in num_forwards:
-                monkeypatch.setattr("lossless.MOST_LOOKED_UP", most)
+            for asks_text in num_forwards:
+                use_lossless(monkeypatch, groups=5, asks_text=asks_text)
                 found = generate(model, prompts, rows, **options)
                 assert [s.tokens for s in found] == [s.tokens for s in plain], (seed, rows)
-                num_forwards[most] += sum(sequence.forwards for sequence in found)
-    assert num_forwards[10] < 0.98 * num_forwards[0]
+                num_forwards[asks_text] += sum(sequence.forwards for sequence in found)
+    assert num_forwards[True] < 0.98 * num_forwards[False]
 
 
-RARE = 0.05  # LEAST_PROBABILITY for random models: they are so unsure that .2 would leave out most
+RARE = 0.05  # LEAST_PROBABILITY for random models: they are so unsure that .1 would leave out most
 
 
 def groups_by_hand(chances: list[float], most: int) -> list[int]:
@@ -210,7 +256,7 @@ def test_any_groups_may_be_missing(monkeypatch):
         decision = decide(self, sequence, tokens, [1.0] * len(confidences))
         plan = sequence.state
         if rng.random() < 0.3:
-            plan.guesses = [(token + 1) % 8 for token in plan.guesses]
+            plan.guesses = [guess._replace(token=guess.token ^ 1) for guess in plan.guesses]
         some = [j for j in range(len(plan.guesses) + 1) if rng.random() < 0.6]
         plan.groups = some[: self.most_groups]
         return decision

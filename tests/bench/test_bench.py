@@ -212,7 +212,7 @@ def test_the_table_of_speeds():
     assert status == 0 and number(table["AR"][1]) == 1 and number(table["AR"][POSITIONS]) == 1
     assert number(table["lossless"][TOKENS]) > number(table["tau 0.95"][TOKENS]) > 2
     assert (
-        25 > number(table["lossless"][POSITIONS]) > number(table["lossless, no lookup"][POSITIONS])
+        25 > number(table["lossless"][POSITIONS]) >= number(table["lossless, no lookup"][POSITIONS])
     )
     for name in ("AR", "lossless", "lossless, no lookup"):
         assert table[name][SAME] == "4 of 4", "the text of AR"
