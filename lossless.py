@@ -37,13 +37,13 @@ drawn with the dice of its position, and AR's token with the same, so that both 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from plumbing.scheduler import Decision, Position, Sequence, num_in_common
+from plumbing.scheduler import Decision, Position, Repeats, Sequence, num_in_common
 
-LEAST_PROBABILITY = 0.1  # guesses and groups less likely to be of use than this are left out
-MOST_FROM_TEXT = 16  # guesses in a forward that masks have nothing to say about
-MOST_GROUPS = 2  # more gained next to nothing
+LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
+MOST_GROUPS = 2  # a third costs more than it gains
+MOST_FROM_TEXT = 16  # guesses in a forward, besides those of B masks
 # How likely a guess from the text holds, by the length of the run that it follows (0: there is no
-# guess). So it begins; then it is a mean over those that were checked, with RATE for the newest.
+# guess). So a decoder begins; then it is a mean over those checked, with RATE for the newest.
 FIRST_CHANCES = {0: 0.0, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
 
@@ -67,6 +67,7 @@ class Lossless:
         # In such a batch every row is as wide as the widest, and each position costs.
         self.asks_text = not is_batch_on_cpu
         self.most_groups = 1 if is_batch_on_cpu else MOST_GROUPS
+        self.chances = dict(FIRST_CHANCES)
 
     @property
     def widest(self) -> int:
@@ -104,25 +105,25 @@ class Lossless:
         accepted = tokens[: num_held + 1]
         useful = useful_masks(fed, num_held, self.block)
         from_masks = [Guess(tokens[i], confidences[i]) for i in useful]
-        chances = judged(fed, num_held)
-        guesses = self.chain(sequence, accepted, from_masks, chances)
+        self.judge(fed.guesses, num_held)
+        guesses = self.chain(sequence.repeats, sequence.token_ids + accepted, from_masks)
         groups = likely_groups([guess.chance for guess in guesses], self.most_groups)
-        sequence.state = Plan(guesses, groups, useful, chances)
+        sequence.state = Plan(guesses, groups, useful)
         return Decision(accepted, num_held)
 
-    def chain(
-        self,
-        sequence: Sequence,
-        accepted: list[int],
-        from_masks: list[Guess],
-        chances: dict[int, float],
-    ) -> list[Guess]:
+    def judge(self, fed: list[Guess], num_held: int) -> None:
+        """Learn how likely guesses from the text hold, from those that were checked."""
+        for place, guess in enumerate(fed[: num_held + 1]):  # nothing is known of later ones
+            if guess.run:
+                has_held = float(place < num_held)
+                self.chances[guess.run] += RATE * (has_held - self.chances[guess.run])
+
+    def chain(self, repeats: Repeats, text: list[int], from_masks: list[Guess]) -> list[Guess]:
         """What the next forward checks: at each place a mask's guess or the text's, the likelier.
 
         It ends where all guesses together are no longer likely to hold. from_masks: what the useful
-        masks predict. chances: see Plan.
+        masks predict.
         """
-        text = sequence.token_ids + accepted
         guesses = []
         tokens = []
         all_hold = 1.0
@@ -131,9 +132,9 @@ class Lossless:
             if len(guesses) < len(from_masks):
                 guess = from_masks[len(guesses)]
             if self.asks_text:
-                token, run = sequence.repeats.next_token(text, tokens)
-                if chances[run] > guess.chance:
-                    guess = Guess(token, chances[run], run)
+                token, run = repeats.next_token(text, tokens)
+                if self.chances[run] > guess.chance:
+                    guess = Guess(token, self.chances[run], run)
             all_hold *= guess.chance
             if all_hold < LEAST_PROBABILITY:
                 break
@@ -149,7 +150,6 @@ class Plan:
     guesses: list[Guess] = field(default_factory=list)  # to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
     useful: range = range(0)  # `useful_masks` of the forward before; apps/trace.py shows them
-    chances: dict[int, float] = field(default_factory=FIRST_CHANCES.copy)  # of the text's guesses
 
 
 def useful_masks(plan: Plan, num_held: int, block: int) -> range:
@@ -167,16 +167,6 @@ def useful_masks(plan: Plan, num_held: int, block: int) -> range:
             useful = range(begin + num_known, begin + block)
         begin += block
     return useful
-
-
-def judged(fed: Plan, num_held: int) -> dict[int, float]:
-    """The chances of what the text says, after the check of the guesses that were fed."""
-    chances = dict(fed.chances)
-    for place, guess in enumerate(fed.guesses[: num_held + 1]):  # nothing is known of later ones
-        if guess.run:
-            has_held = float(place < num_held)
-            chances[guess.run] += RATE * (has_held - chances[guess.run])
-    return chances
 
 
 def likely_groups(chances: list[float], most: int) -> list[int]:

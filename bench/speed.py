@@ -2,6 +2,7 @@
 
     python -m bench.speed                   # AR, tau and lossless
     python -m bench.speed --transformers    # and transformers' generate and its prompt lookup
+    python -m bench.speed --llama-cpp FILE  # and llama.cpp's, with a GGUF file of the model
     python -m bench.speed --block-caches    # the paper's Table 5: no cache, its cache, ours
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
     python -m bench.speed --training        # a step of MARS next to one of ordinary fine-tuning
@@ -33,8 +34,9 @@ from plumbing.data import Example
 from plumbing.errors import require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
+FIRST_TOKEN = ", first token"  # the way of this name, for prompts and one token each
 # Positions of a forward, and how many of them predict (B = 4): one token; a token and its masks;
-# five accepted tokens and their masks; a token, four guesses and five groups of masks.
+# five accepted tokens and their masks; a token, sixteen guesses and two groups of masks.
 NUM_PREDICTIONS = {1: 1, 5: 5, 9: 5, 25: 25}
 
 
@@ -136,6 +138,38 @@ class Theirs:
         return answers
 
 
+class LlamaCpp:
+    """llama.cpp by llama-cpp-python (not in bench/requirements.txt: it takes minutes to build)."""
+
+    def __init__(self, file: str, model: Qwen2, longest: int, prompt_lookup: int = 0):
+        from llama_cpp import Llama
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        self.config = model.config
+        threads = torch.get_num_threads()
+        draft = LlamaPromptLookupDecoding(num_pred_tokens=prompt_lookup) if prompt_lookup else None
+        self.llama = Llama(
+            file,
+            n_ctx=longest + prompt_lookup,
+            n_threads=threads,
+            n_threads_batch=threads,
+            draft_model=draft,
+            verbose=False,
+        )
+
+    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
+        answers = []
+        for prompt in prompts:
+            self.llama.reset()
+            answer = Sequence(prompt, self.config, max_new, tau=None)
+            for token in self.llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+                answer.take([token], width=0)
+                if answer.done:
+                    break
+            answers.append(answer)
+        return answers
+
+
 def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
     """Functions of prompts and max_new that give sequences."""
     options = {"compile": args.compile, "temperature": args.temperature}
@@ -147,6 +181,10 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
         if rows == 1:  # prompt lookup takes no batches
             ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
     ways["AR"] = ours(tau=1.0)
+    if args.llama_cpp:
+        llama = functools.partial(LlamaCpp, args.llama_cpp, model, longest)
+        ways["llama.cpp"] = llama()
+        ways["llama.cpp, prompt lookup"] = llama(prompt_lookup=10)
     if args.shape:  # random weights: no guess holds
         return ways
     ways[f"tau {args.tau:g}"] = ours(tau=args.tau)
@@ -173,14 +211,23 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
             asked = prompts[:rows]
         ways = make_ways(model, rows, longest, args)
         work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
+        if args.llama_cpp:
+            for name, way in ways.items():
+                work[name + FIRST_TOKEN] = functools.partial(way, asked, max_new=1)
         answers, milliseconds = in_turn(work, args.rounds, model.device)
 
         first = next(iter(ways))
         per_second = {}
+        after_prompts = {}
         cells = {}
-        for name, found in answers.items():
+        for name in ways:
+            found = answers[name]
             num_tokens = sum(len(answer.tokens) for answer in found)
             per_second[name] = [1000 * num_tokens / taken for taken in milliseconds[name]]
+            if args.llama_cpp:
+                taken = zip(milliseconds[name], milliseconds[name + FIRST_TOKEN])
+                rest = num_tokens - len(found)
+                after_prompts[name] = [1000 * rest / (whole - begin) for whole, begin in taken]
             num_same = sum(a.tokens == b.tokens for a, b in zip(found, answers[first]))
             cells[name] = [f"{num_same} of {len(found)}"]
             if isinstance(ways[name], Ours):
@@ -190,6 +237,8 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
                 cells[name] += ["", ""]  # transformers does not tell
         head = [f"same as {first}", "tokens/forward", "positions/forward"]
         print_table(f"rows: {rows}", "tok/s", per_second, head, cells)
+        if after_prompts:
+            print_table("after each first token", "tok/s", after_prompts)
 
 
 # ----------------------------------------------------------------------- a forward, a training step
@@ -249,6 +298,7 @@ def main() -> None:
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
     add("--transformers", action="store_true", help="next to transformers' generate")
+    add("--llama-cpp", metavar="GGUF", help="next to llama.cpp, one row")
     add("--block-caches", action="store_true", help="tau with the paper's cache, not lossless")
     add("--widths", action="store_true", help="what a forward of more positions costs, instead")
     add("--training", action="store_true", help="a step of --rows examples, instead")
@@ -263,6 +313,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.transformers:
         require("transformers", "-r bench/requirements.txt")
+    if args.llama_cpp:
+        require("llama_cpp", "llama-cpp-python")
+        args.rows = [1]
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)
