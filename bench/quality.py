@@ -19,10 +19,12 @@ is one, it is a bug, and the exit status is 1.
 If all rows have a `response`, as training data do, a line says how well the model predicts these:
 in nats, the mean of -log p of a token. With --against it says how much worse than the other model.
 Another line is of a mask after each of their tokens: how many are sure, and how many of these are
-wrong. For answers of the model itself that is what a tau of .95 costs.
+wrong. For answers of the model itself that is what a tau of .95 costs. A table has, for each tau,
+the wrong tokens that decoding would accept if it went on after each of them with the response.
 """
 
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -32,14 +34,14 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from bench import common
-from decode import Options, Sequence, generate
+from decode import Decoder, Options, Sequence, Threshold, generate, slips
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
 from plumbing.data import Example, make_example
 from plumbing.errors import UserError, naming, run_main
 from plumbing.sampling import dice
-from plumbing.scheduler import num_in_common
+from plumbing.scheduler import Decision, num_in_common
 from train import Recipe, forward_inputs, hidden_states
 
 TIE = 1e-4
@@ -180,6 +182,60 @@ def first_masks(model: Qwen2, examples: list[Example]) -> tuple[int, int, int]:
     return num_masks, num_sure, num_wrong
 
 
+class Walk:
+    """A decoding method that goes on with the responses, and counts the wrong tokens it accepts."""
+
+    def __init__(self, method: Threshold, examples: list[Example]):
+        self.method = method
+        self.examples = examples
+        self.kinds = Counter()  # of wrong tokens
+        self.wrong_in = set()  # indices of responses
+
+    def __getattr__(self, name: str):
+        return getattr(self.method, name)
+
+    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
+        text = self.examples[sequence.index].tokens
+        begin = len(sequence.token_ids)
+        tokens = [text[begin], *tokens[1:]]
+        accepted = self.method.decide(sequence, tokens, confidences).tokens
+        right = text[begin : begin + len(accepted)]
+        num_right = num_in_common(accepted, right)
+        if num_right < len(right):
+            self.wrong_in.add(sequence.index)
+            self.kinds[self.kind(text, begin + num_right, accepted[num_right])] += 1
+            if slips(sequence, right[:num_right], accepted[num_right]):
+                self.kinds["--guard"] += 1
+        return Decision(right[: num_right + 1], num_held=0)
+
+    def kind(self, text: list[int], place: int, wrong: int) -> str:
+        if wrong == text[place - 1]:
+            return "last once more"
+        if wrong in text[place + 1 : place + 2]:
+            return "next but one"
+        return "other"
+
+
+def wrong_tokens(model: Qwen2, examples: list[Example], ways: dict[str, Options]) -> str:
+    rows = []
+    kinds = ("last once more", "next but one", "other", "--guard")
+    for label, options in ways.items():
+        longest = max(len(example.tokens) for example in examples)
+        decoder = Decoder(model, options, rows=1, longest=longest)
+        decoder.method = Walk(decoder.method, examples)
+        answers = []
+        for example in examples:
+            prompt = example.tokens[: example.prompt_length]
+            answers.append(decoder.add(prompt, max_new=len(example.tokens) - len(prompt)))
+        for _ in decoder:
+            pass
+        counts = decoder.method.kinds
+        num_wrong = counts.total() - counts["--guard"]
+        cells = [num_wrong, len(decoder.method.wrong_in), *(counts[kind] for kind in kinds)]
+        rows.append([label, f"{common.tokens_per_forward(answers):.2f}", *map(str, cells)])
+    return common.table(["", "tokens/forward", "wrong", "answers with one", *kinds], rows)
+
+
 # ----------------------------------------------------------------------------------------- the run
 
 
@@ -190,7 +246,7 @@ def main() -> None:
     parser.add_argument("--against", metavar="MODEL", help="another model to compare with")
     args = parser.parse_args()
     ways = common.ways_to_decode(args)
-    one_token = {"tau": 1.0, "metric": "probability", "block_cache": None}
+    one_token = {"tau": 1.0, "metric": "probability", "block_cache": None, "guard": False}
     plain = replace(next(iter(ways.values())), **one_token)
     problems = common.read_problems(args.data, args.limit)
     model, chat = load(args.model, *find_device(args.device, args.dtype))
@@ -218,6 +274,8 @@ def main() -> None:
         num_masks, num_sure, num_wrong = first_masks(model, given)
         print(f"First masks: {num_sure / max(1, num_masks):.1%} pass {SURE}; ", end="")
         print(f"of these {num_wrong / max(1, num_sure):.1%} are wrong ({num_wrong} of {num_sure}).")
+        if "lossless" not in ways:
+            print(f"\n{wrong_tokens(model, given, ways)}")
     if "lossless" in ways:
         check_partings(model, answers["AR"], answers["lossless"], ways["lossless"])
 

@@ -12,6 +12,7 @@ from common import (
     MASK,
     ROOT,
     cases,
+    endless_model,
     prompt_length,
     random_prompt,
     tiny_model,
@@ -129,8 +130,13 @@ def test_what_a_text_says_is_where_its_last_tokens_stood_before():
 
 def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
     """Greedy and at a temperature, alone and (as on a GPU) in ragged batches: the text is that of
-    tau 1. Random models repeat themselves often enough."""
-    num_forwards = {False: 0, True: 0}
+    tau 1, also where the guesses are invented. Random models repeat themselves often enough."""
+    garbage = random.Random(0)
+
+    def invented(self, text, guesses):
+        return garbage.randrange(8), garbage.choice([2, 4, 8])
+
+    num_forwards = {None: 0, Repeats.next_token: 0, invented: 0}
     for seed in cases(6, 200):
         rng = random.Random(seed)
         model = tiny_model(rng)
@@ -138,12 +144,30 @@ def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
         options = {"block": rng.randint(1, 4), "max_new": 40, "temperature": rng.choice([0, 0.5])}
         plain = generate(model, prompts, tau=1, **options)
         for rows in (1, 3):
-            for asks_text in num_forwards:
-                use_lossless(monkeypatch, groups=5, asks_text=asks_text)
+            for next_token in num_forwards:
+                use_lossless(monkeypatch, groups=5, asks_text=next_token is not None)
+                monkeypatch.setattr(Repeats, "next_token", next_token)
                 found = generate(model, prompts, rows, **options)
                 assert [s.tokens for s in found] == [s.tokens for s in plain], (seed, rows)
-                num_forwards[asks_text] += sum(sequence.forwards for sequence in found)
-    assert num_forwards[True] < 0.98 * num_forwards[False]
+                num_forwards[next_token] += sum(sequence.forwards for sequence in found)
+    without, with_text, _ = num_forwards.values()
+    assert with_text < 0.98 * without
+
+
+def test_an_index_is_of_its_own_text(monkeypatch):
+    """Of rows that share a prompt; one is cancelled, and its row takes the next text."""
+    use_lossless(monkeypatch, groups=2, asks_text=True)
+    prompt = random_prompt(random.Random(0), 12)
+    decoder = Decoder(endless_model(), Options(block=3, max_new=60), rows=2, longest=80)
+    sequences = [decoder.add([*prompt, token]) for token in (2, 3, 4)]
+    for step in range(16):
+        decoder.step()
+        sequences[0].done = step >= 4
+    for sequence in sequences:
+        fresh = Repeats()
+        fresh.next_token(sequence.token_ids, [])
+        assert sequence.repeats.goes_on_at == fresh.goes_on_at
+        assert 13 + 60 > len(sequence.token_ids) > 16
 
 
 RARE = 0.05  # LEAST_PROBABILITY for random models: they are so unsure that .2 would leave out most

@@ -9,6 +9,7 @@ import torch
 import transformers
 from commands import command, is_refused, number, tables
 from common import ROOT
+from decoding import logits_after
 
 import train
 from bench import common, quality
@@ -124,6 +125,31 @@ def test_first_masks_that_are_sure_and_wrong(toy):
     assert expected[0] > expected[1] > expected[2] > 0
 
 
+def test_wrong_tokens_that_would_be_accepted(toy):
+    """Along the response, whatever was accepted; one wrong token ends what a forward gives."""
+    model, chat = toy
+    rows = common.read_problems(ROOT / "toy/test.jsonl", 8)
+    examples = quality.given_responses(model, chat, rows)
+    num_wrong = num_forwards = 0
+    for example in examples:
+        place = example.prompt_length
+        while place < len(example.tokens):
+            num_forwards += 1
+            logits = logits_after(model, example.tokens[:place], 4)
+            place += 1
+            for probs in logits[1:].softmax(-1):
+                if place == len(example.tokens) or probs.max() < 0.5:
+                    break
+                place += 1
+                if probs.argmax() != example.tokens[place - 1]:
+                    num_wrong += 1
+                    break
+    num_tokens = sum(len(each.tokens) - each.prompt_length for each in examples)
+    [table] = tables(quality.wrong_tokens(model, examples, {"": Options(tau=0.5)}))
+    assert table[""][:2] == [f"{num_tokens / num_forwards:.2f}", str(num_wrong)]
+    assert num_wrong > 3 and sum(map(int, table[""][3:6])) == num_wrong
+
+
 def test_accuracy_against_that_of_another():
     """Two more of three are right; and one is, another no longer."""
     rivals = [[False, False, False], [True, False, True]]
@@ -136,11 +162,11 @@ def test_the_table_of_qualities():
     sft = str(ROOT / "toy/sft")
     words = ("--limit", 12, "--tau", 1, 0.5, "--against", sft)
     status, out, _ = command("bench.quality", *TOY, *words)
-    [table] = tables(out)
-    assert status == 0 and list(table) == ["AR", "tau 0.5", sft]
+    table, walked = tables(out)
+    assert status == 0 and list(table) == ["AR", "tau 0.5", sft] and list(walked)[1:] == ["tau 0.5"]
     assert f"| accuracy | points more than AR | points more than {sft} |" in " ".join(out.split())
     _, alone, _ = command("bench.quality", "--model", sft, *TOY[2:], "--limit", 12, "--tau", 1)
-    [own] = tables(alone)
+    own, _ = tables(alone)
     assert table[sft][0] == own["AR"][0] and table[sft][2] == "+0.0 (+0.0 to +0.0)"
     assert number(table["AR"][0]) > 80 and table["AR"][3:] == ["1.00", "0.0%", "12 of 12"]
     assert number(table["tau 0.5"][3]) > 2
