@@ -47,16 +47,30 @@ def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep up to 1 GiB of what it has freed.
+    """For decoding: let this process keep up to 1 GiB of what it has freed.
 
-    A forward of 8 rows makes tens of megabytes of logits. glibc gives them back to the system, or
-    not, by how they happen to lie. Where it does, the next forward gets them page by page: a step
-    of Qwen2.5-0.5B in bfloat16 takes a tenth longer.
+    A forward of 8 rows makes tens of megabytes of logits. By default glibc gives them back to the
+    system, or not, by how they happen to lie. Where it does, the next forward gets them page by
+    page: a step of Qwen2.5-0.5B in bfloat16 takes a tenth longer.
     """
+    set_malloc(M_TRIM_THRESHOLD, 2**30)
+    set_malloc(M_MMAP_THRESHOLD, 2**30)
+
+
+def return_freed_memory() -> None:
+    """For training: give every freed tensor back to the system at once.
+
+    Gradients that stay lie among activations that are freed, and by default glibc keeps the holes.
+    With 1,024 positions in a forward SmolLM2-135M then holds 5.4 GB, not 4.5; a step is as fast.
+    """
+    set_malloc(M_MMAP_THRESHOLD, 2**20)
+
+
+def set_malloc(option: int, value: int) -> None:
+    """Set an option of glibc's malloc, where there is one, for the whole process."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):  # not in musl
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(option, value)
 
 
 def one_product(
