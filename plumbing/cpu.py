@@ -59,6 +59,17 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_MMAP_THRESHOLD, 2**30)
 
 
+def return_freed_memory() -> None:
+    """For training: give every freed tensor back to the system at once.
+
+    Gradients that stay lie among activations that are freed, and by default glibc keeps the holes:
+    after two steps SmolLM2-135M held 5.4 GB in place of 4.5 (commit CCCC).
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):  # not in musl
+        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
 def one_product(
     layers: list[nn.Linear], make_product: Callable[..., Product]
 ) -> Callable[[Tensor], tuple[Tensor, ...]]:
