@@ -12,7 +12,7 @@ LOGITS_AT_A_TIME = 2**26  # model.LOGITS_AT_A_TIME
 
 
 def batch_tokens(device: torch.device) -> int:
-    """Positions of a forward. On a CPU more are no faster and need 1.5 MB each (SmolLM2-135M)."""
+    """Positions of a forward. On a CPU more are no faster; each takes 1.5 MB in SmolLM2-135M."""
     return 1024 if device.type == "cpu" else 4096
 
 
