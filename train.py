@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Config, Qwen2, add_mask_token, initialize, load, visible
-from plumbing import processes
+from plumbing import cpu, plan, processes
 from plumbing.arguments import Parser, find_device
 from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
@@ -374,6 +374,8 @@ def packed_width(model: Qwen2, longest: int) -> int | None:
 def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, Dataset, Recipe]:
     """What every way to train begins with. The dict is that of `find_progress`."""
     device, dtype = find_device(args.device, args.dtype)
+    if device.type == "cpu":
+        cpu.return_freed_memory()
     if dist.is_torchelastic_launched():
         device = processes.join(device)
     with processes.together():
@@ -383,24 +385,23 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, D
         model.config.block = block
         data = Dataset(rows, chat, model.config.eos_token_id, args.max_length, args.seed)
     num_streams = 1 if block is None else 2
+    batch = min(args.batch, data.num_usable)  # more would be the same rows again
     recipe = Recipe(
         mask_id=model.config.mask_token_id,
         block=block,
         lr=args.lr,
-        batch=args.batch,
+        batch=batch,
         # A row that `Dataset` skips (too long, no answer) counts in --epochs like any other.
-        steps=args.steps or math.ceil(args.epochs * len(data.training) / args.batch),
+        steps=args.steps or math.ceil(args.epochs * len(data.training) / batch),
         save_every=args.save_every,
-        batch_tokens=args.batch_tokens,
+        batch_tokens=args.batch_tokens or plan.batch_tokens(device),
         row_width=packed_width(model, num_streams * args.max_length),
         dtype=dtype,
     )
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     machine = f"{processes.rank_and_size()[1]} x {device}"
-    text = f"{args.model}: {millions:.1f} M parameters on {machine}"
-    processes.say(f"{text}; {len(rows)} rows, {recipe.steps} steps")
-    if not data.held_out:
-        processes.say("fewer than ten rows: none is held out to measure look-ahead on")
+    processes.say(f"{args.model}: {millions:.1f} M parameters on {machine}")
+    plan.say_steps(args, data, recipe)
     if args.checkpoint_layers:
         processes.recompute_layers(model)
     return progress, model, data, recipe
@@ -414,6 +415,8 @@ def main(args: argparse.Namespace | None = None, add_gradients=add_gradients) ->
     held_out = forward_inputs(data.held_out, recipe)  # every process measures all of it
     if dist.is_initialized():
         processes.shard(model, recipe.dtype)
+    elif model.device.type == "cpu":
+        plan.say_memory(model, data, recipe, forward_inputs, args.checkpoint_layers)
     with Run(args.out, progress, data, recipe.steps) as run:
         stop = train(model, held_out, run, recipe, add_gradients)
     if dist.is_initialized():

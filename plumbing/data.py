@@ -1,6 +1,7 @@
 """Training data: rows of a JSONL file to examples, and an endless shuffled stream of steps."""
 
 import functools
+import itertools
 import random
 from array import array
 from collections import Counter
@@ -12,6 +13,7 @@ from .errors import UserError
 from .jsonl import JsonlFile, with_prompt
 
 NUM_HELD_OUT = 64  # rows to evaluate on; at most a tenth of the file
+READ_AHEAD = 512  # examples that are made before the run, to know what it is given
 
 
 @dataclass
@@ -116,9 +118,17 @@ class Dataset:
         num_held_out = min(NUM_HELD_OUT, len(rows) // 10)
         self.training = order[num_held_out:]
         self.held_out = list(self.examples(order[:num_held_out], self.skipped))
-        unusable = Counter()
-        if not any(self.examples(self.training, unusable)):
-            raise UserError(f"{rows.path}: no usable row: {reasons(unusable)}")
+        self.unusable: Counter[str] = Counter()  # why, of the training rows that were read ahead
+        usable = self.examples(self.training, self.unusable)
+        self.first = list(itertools.islice(usable, READ_AHEAD))
+        if not self.first:
+            raise UserError(f"{rows.path}: no usable row: {reasons(self.unusable)}")
+
+    @property
+    def num_usable(self) -> int:
+        """How many rows train; in a long file those that cannot be used count, too."""
+        is_long = len(self.first) == READ_AHEAD
+        return len(self.training) if is_long else len(self.first)
 
     def examples(self, indices: Iterable[int], skipped: Counter) -> Iterator[Example]:
         """The examples of these rows; `skipped` counts why the others have none."""

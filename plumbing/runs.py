@@ -40,7 +40,8 @@ def training_parser(description: str) -> Parser:
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
     add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
     add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
-    add("--batch-tokens", type=number(int, 1), default=4096, help="positions per forward")
+    help = "positions per forward (default: 1024 on a CPU, 4096 on a GPU)"
+    add("--batch-tokens", type=number(int, 1), help=help)
     add("--checkpoint-layers", action="store_true", help="less memory: activations computed twice")
     add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")
     add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
@@ -74,7 +75,8 @@ def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:
         what = "has an unfinished run; --resume it, delete it or choose another --out"
         raise UserError(f"--out {out}: {what}")
     if found or has_model(out):
-        raise UserError(f"--out {out}: has a model; delete it or choose another --out")
+        what = f"already has a model, which no run replaces; give --out {out}-2, or delete {out}"
+        raise UserError(f"--out {out}: {what}")
     if args.resume:
         say(f"{out}: no checkpoint to resume from; starting from the beginning")
     return {"step": 0, "settings": settings}

@@ -27,7 +27,7 @@ def test_a_model_is_not_destroyed(data, out, monkeypatch):
     for directory in (out, bundled):
         before = contents(directory)
         words = (*DRAFT, "--data", data, "--model", directory, "--out", directory)
-        message = f"--out {directory}: has a model; delete it or choose another --out"
+        message = f"--out {directory}: already has a model, which no run replaces; give --out "
         assert is_refused(run_train(*words), message)
         assert contents(directory) == before
     assert is_refused(run_train(*words, "--resume"), message)
