@@ -21,7 +21,7 @@ from common import (
 from decoding import alone, logits_after, mean, outcome, use_lossless, what_followed
 
 from decode import Decoder, Options, generate
-from lossless import RATE, Guess, Lossless, Plan, likely_groups, useful_masks
+from lossless import FIRST_CHANCES, RATE, Guess, Lossless, Plan, likely_groups, useful_masks
 from model import load
 from plumbing.sampling import dice
 from plumbing.scheduler import Repeats
@@ -163,6 +163,7 @@ def test_an_index_is_of_its_own_text(monkeypatch):
     for step in range(16):
         decoder.step()
         sequences[0].done = step >= 4
+    assert decoder.method.chances != FIRST_CHANCES  # it learns from both
     for sequence in sequences:
         fresh = Repeats()
         fresh.next_token(sequence.token_ids, [])
