@@ -47,7 +47,7 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
     """The method at its simplest: greedy, one text, no cache. Returns the new tokens."""
     text = list(prompt)
     masks = [model.config.mask_token_id] * block
-    is_plain_ar = tau == 1  # a confidence may be rounded to 1, and must not pass then
+    is_plain_ar = tau == 1  # no mask's token passes, not even with a confidence rounded to 1
     while True:
         tokens = torch.tensor([text + masks], device=model.device)  # (1, T)
         positions = torch.arange(tokens.size(1), device=model.device)[None]
@@ -317,7 +317,8 @@ class Decoder:
                 accepted, num_held = self.method.decide(feed.sequence, tokens, confidences)
                 news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
             # cached tokens += real tokens that were fed + guesses that hold. (The last accepted
-            # token was not fed: the next forward feeds it.)
+            # token was not fed: the next forward feeds it. Where a text ended, a guess after its
+            # end may hold, too; its row is done.)
             counts.append(feed.num_real + num_held)
         self.cache.commit(counts)
         return news
@@ -330,7 +331,7 @@ class Decoder:
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
         real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-        # Only a BlockCache gives less room than the method needs, and never with lossless decoding.
+        # Only a BlockCache may give less room than the method needs. (It needs a tau.)
         positions = real + self.method.additions(sequence)[:most_added]
         columns = range(len(real) - 1, len(positions))
         return Feed(row, sequence, positions, len(real), columns)

@@ -127,10 +127,10 @@ class BlockCache(KVCache):
     """The paper's way: an answer enters the cache in whole blocks of N tokens, here N = 4.
 
     The tokens of an open (not yet full) block are fed again by every forward. A full block is fed
-    once more, by the forward that opens the next one, and kept. That forward is for all rows at
-    once, so a row whose block is full waits for the others. (Not for ever: a row with an open block
-    gets a token in each forward, so its block fills; and while a row waits no new prompt is
-    admitted.)
+    once more, by the forward that opens the next one, and kept. As in the paper all rows open the
+    next block together, so a row whose block is full waits for the others. (Not for ever: a row
+    with an open block gets a token in each forward, so its block fills; and while a row waits no
+    new prompt is admitted.)
 
         cached      | cache block | fed by the next forward
         p p p p p p | a . . .     | a M M       three places are free: two masks, three candidates

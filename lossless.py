@@ -43,7 +43,7 @@ LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this
 MOST_GROUPS = 2  # a third costs more than it gains
 MOST_FROM_TEXT = 16  # guesses in a forward, besides those of B masks
 # How likely a guess from the text holds, by the length of the run that it follows (0: there is no
-# guess). So a decoder begins; then it is a mean over those checked, with RATE for the newest.
+# guess). These are the first values; every guess that is checked then moves one of them by RATE.
 FIRST_CHANCES = {0: 0.0, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
 
@@ -58,7 +58,7 @@ class Lossless:
     """The decoding method without a tau: see `Method` in plumbing/scheduler.py."""
 
     metric = "probability"
-    confidence_with_noise = True  # a guess that its noise favours by far is likely to hold
+    confidence_with_noise = True  # AR's token is drawn with the same noise, so it favours both
 
     def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
         """block: the number of masks in a group, B."""
@@ -155,9 +155,9 @@ class Plan:
 def useful_masks(plan: Plan, num_held: int, block: int) -> range:
     """The indices of those predictions of a forward that say what comes after AR's token.
 
-    They are of masks of one group: the one that saw most guesses, of those that saw none that
-    failed. Prediction 0 is that of x, the last real token; then come the guesses', then the
-    groups', `block` each.
+    They are those of one group of masks: among the groups that saw only guesses that held (j <=
+    num_held), the one with the largest j. Prediction 0 is that of x, the last real token; then come
+    the guesses', then the groups', `block` each.
     """
     useful = range(0)
     begin = 1 + len(plan.guesses)  # of a group

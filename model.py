@@ -85,7 +85,7 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     """
     k_is_mask = k_prefix <= k_pos  # a clean token has prefix = pos + 1
     in_prefix = ~k_is_mask & (k_pos < q_prefix)
-    # Masks of one block have the same prefix. No clean q has it: its prefix is after its position.
+    # Masks of one block have the same prefix. A clean q may have it, too, but stands before them.
     in_block = k_is_mask & (k_prefix == q_prefix) & (k_pos <= q_pos)
     return (q_doc == k_doc) & (in_prefix | in_block)
 

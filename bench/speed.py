@@ -31,7 +31,7 @@ from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.data import Example
-from plumbing.errors import require, run_main
+from plumbing.errors import failure_as, require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 FIRST_TOKEN = ", first token"  # the way of this name, for prompts and one token each
@@ -148,14 +148,9 @@ class LlamaCpp:
         self.config = model.config
         threads = torch.get_num_threads()
         draft = LlamaPromptLookupDecoding(num_pred_tokens=prompt_lookup) if prompt_lookup else None
-        self.llama = Llama(
-            file,
-            n_ctx=longest + prompt_lookup,
-            n_threads=threads,
-            n_threads_batch=threads,
-            draft_model=draft,
-            verbose=False,
-        )
+        options = {"n_ctx": longest + prompt_lookup, "draft_model": draft, "verbose": False}
+        with failure_as(f"--llama-cpp {file}"):
+            self.llama = Llama(file, n_threads=threads, n_threads_batch=threads, **options)
 
     def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
         answers = []

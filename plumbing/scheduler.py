@@ -15,17 +15,18 @@ class Repeats:
 
     def __init__(self):
         self.goes_on_at: dict[tuple[int, ...], int] = {}  # where, after each run of tokens
-        self.num_indexed = max(RUNS)  # runs that end before this place are known
+        self.next_place = max(RUNS)  # to index; the first few have no full run before them
 
     def next_token(self, text: list[int], guesses: list[int]) -> tuple[int | None, int]:
-        """What followed in the text on the run that text + guesses ends with, and the run's length.
+        """The token that the text itself suggests after text + guesses, and the length of the run.
 
-        Of the runs that the text has, the longest; (None, 0) if it has none.
+        text + guesses ends with a run of tokens. If the text had it before, the suggestion is what
+        followed the last time. The longest run counts; without any it is (None, 0).
         """
-        for place in range(self.num_indexed, len(text)):
+        for place in range(self.next_place, len(text)):
             for length in RUNS:
                 self.goes_on_at[tuple(text[place - length : place])] = place
-        self.num_indexed = max(self.num_indexed, len(text))
+        self.next_place = max(self.next_place, len(text))
         tail = text[-max(RUNS) :] + guesses
         for length in RUNS:
             place = self.goes_on_at.get(tuple(tail[-length:]))
@@ -131,8 +132,8 @@ class Scheduler:
         are left out once they are half of all. (To leave out a row makes the cache copy all
         others, so for fewer it costs more than it saves.)
         """
-        # While a row waits (BlockCache) no new text begins: its block is open, so the row would
-        # have to wait for that one, too.
+        # While a row waits (BlockCache) no new text begins. It would have an open block, and the
+        # row would have to wait for that, too. (A sequence that waits is done if it was cancelled.)
         if all(sequence.done for sequence in self.held_back):
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
@@ -142,7 +143,7 @@ class Scheduler:
             rows = self.that_fit(new)
         elif running:
             for row, sequence in enumerate(self.sequences):
-                # A done row that `admit` gave no new text: what it holds is of no more use.
+                # A done row without a new text: empty, it costs no attention while others run.
                 if sequence and sequence.done:
                     self.sequences[row] = None
                     self.cache.begin(row)
