@@ -197,10 +197,11 @@ class Threshold:
 
 
 def slips(sequence: Sequence, accepted: list[int], token: int) -> bool:
-    """Is it what masks say that slip by a place? Ours, not the paper's: docs/lossless.md.
+    """Is this token likely that of a mask which is one place off? Ours: docs/lossless.md.
 
-    A sure mask that is wrong mostly says the last token once more, or the next but one, where the
-    text copies itself. So a token that the text contradicts does not pass.
+    A mask that is sure and wrong mostly repeats the token before it, or skips one in a passage that
+    the text has had before. So a token does not pass if it equals the one before it, or if that
+    earlier passage went on with another token.
     """
     said, _ = sequence.repeats.next_token(sequence.token_ids, accepted)
     return token == accepted[-1] or said not in (None, token)
@@ -260,7 +261,9 @@ class Decoder:
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.dice = Dice(options.seed, config.vocab_size)
         self.model = fast_copy(model, options.compile)
-        self.num_threads = torch.get_num_threads()  # the mask's best shape depends on it
+        self.num_threads = (
+            torch.get_num_threads()
+        )  # the fastest shape of attention's mask depends on it
         if options.compile:
             self.compiled_forward = compiled(self.forward, self.cache)
         # Padding has the mask's token id (any would do), but is a clean token: prefix = pos + 1. It
@@ -317,8 +320,8 @@ class Decoder:
                 accepted, num_held = self.method.decide(feed.sequence, tokens, confidences)
                 news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
             # cached tokens += real tokens that were fed + guesses that hold. (The last accepted
-            # token was not fed: the next forward feeds it. Where a text ended, a guess after its
-            # end may hold, too; its row is done.)
+            # token was not fed: the next forward feeds it. If `take` stopped at an end of turn,
+            # num_held may count guesses after it. That does no harm: the row is done.)
             counts.append(feed.num_real + num_held)
         self.cache.commit(counts)
         return news
@@ -331,7 +334,7 @@ class Decoder:
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
         real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-        # Only a BlockCache may give less room than the method needs. (It needs a tau.)
+        # Only a BlockCache leaves too little room. With it there is a tau, so masks are cut off.
         positions = real + self.method.additions(sequence)[:most_added]
         columns = range(len(real) - 1, len(positions))
         return Feed(row, sequence, positions, len(real), columns)

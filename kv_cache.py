@@ -158,7 +158,7 @@ class BlockCache(KVCache):
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """One fewer than there are free places in the open block; if all are full, in the next.
+        """One fewer than the free places in the row's open block, or, if none is open, in its next.
 
         For the last real token predicts the first free place, and each mask one more. A row whose
         last block is full waits as long as another row has an open one.

@@ -58,7 +58,7 @@ class Lossless:
     """The decoding method without a tau: see `Method` in plumbing/scheduler.py."""
 
     metric = "probability"
-    confidence_with_noise = True  # AR's token is drawn with the same noise, so it favours both
+    confidence_with_noise = True  # noise that favours a guess will favour it as AR's token, too
 
     def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
         """block: the number of masks in a group, B."""

@@ -11,11 +11,11 @@ RUNS = (8, 4, 2)  # how many of a text's last tokens are looked for in it: the l
 
 
 class Repeats:
-    """What a text says itself: how it went on the last time that its last tokens stood in it."""
+    """Finds where a text's final tokens stood in it before, and says which token followed there."""
 
     def __init__(self):
-        self.goes_on_at: dict[tuple[int, ...], int] = {}  # where, after each run of tokens
-        self.next_place = max(RUNS)  # to index; the first few have no full run before them
+        self.goes_on_at: dict[tuple[int, ...], int] = {}  # run -> place of the next token
+        self.next_place = max(RUNS)  # the first that is not in goes_on_at yet
 
     def next_token(self, text: list[int], guesses: list[int]) -> tuple[int | None, int]:
         """The token that the text itself suggests after text + guesses, and the length of the run.
@@ -133,7 +133,7 @@ class Scheduler:
         others, so for fewer it costs more than it saves.)
         """
         # While a row waits (BlockCache) no new text begins. It would have an open block, and the
-        # row would have to wait for that, too. (A sequence that waits is done if it was cancelled.)
+        # row would have to wait for that, too. (Those that are done were cancelled: none waits.)
         if all(sequence.done for sequence in self.held_back):
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
@@ -143,7 +143,8 @@ class Scheduler:
             rows = self.that_fit(new)
         elif running:
             for row, sequence in enumerate(self.sequences):
-                # A done row without a new text: empty, it costs no attention while others run.
+                # A done row that got no new text is emptied while others run, so that attention
+                # need not span it. If none runs it keeps its text, for `shared_prefix`.
                 if sequence and sequence.done:
                     self.sequences[row] = None
                     self.cache.begin(row)
