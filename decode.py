@@ -261,9 +261,7 @@ class Decoder:
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.dice = Dice(options.seed, config.vocab_size)
         self.model = fast_copy(model, options.compile)
-        self.num_threads = (
-            torch.get_num_threads()
-        )  # the fastest shape of attention's mask depends on it
+        self.num_threads = torch.get_num_threads()  # the attention mask's best shape depends on it
         if options.compile:
             self.compiled_forward = compiled(self.forward, self.cache)
         # Padding has the mask's token id (any would do), but is a clean token: prefix = pos + 1. It

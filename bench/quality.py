@@ -216,12 +216,13 @@ class Walk:
         return "other"
 
 
-def wrong_tokens(model: Qwen2, examples: list[Example], ways: dict[str, Options]) -> str:
-    rows = []
+def wrong_tokens(model: Qwen2, examples: list[Example], ways: dict[str, Options], rows: int) -> str:
+    """A table, for each way with a tau, of the wrong tokens that it would accept."""
+    lines = []
     kinds = ("last once more", "next but one", "other", "--guard")
     for label, options in ways.items():
         longest = max(len(example.tokens) for example in examples)
-        decoder = Decoder(model, options, rows=1, longest=longest)
+        decoder = Decoder(model, options, rows, longest)
         decoder.method = Walk(decoder.method, examples)
         answers = []
         for example in examples:
@@ -232,8 +233,8 @@ def wrong_tokens(model: Qwen2, examples: list[Example], ways: dict[str, Options]
         counts = decoder.method.kinds
         num_wrong = counts.total() - counts["--guard"]
         cells = [num_wrong, len(decoder.method.wrong_in), *(counts[kind] for kind in kinds)]
-        rows.append([label, f"{common.tokens_per_forward(answers):.2f}", *map(str, cells)])
-    return common.table(["", "tokens/forward", "wrong", "answers with one", *kinds], rows)
+        lines.append([label, f"{common.tokens_per_forward(answers):.2f}", *map(str, cells)])
+    return common.table(["", "tokens/forward", "wrong", "answers with one", *kinds], lines)
 
 
 # ----------------------------------------------------------------------------------------- the run
@@ -274,8 +275,9 @@ def main() -> None:
         num_masks, num_sure, num_wrong = first_masks(model, given)
         print(f"First masks: {num_sure / max(1, num_masks):.1%} pass {SURE}; ", end="")
         print(f"of these {num_wrong / max(1, num_sure):.1%} are wrong ({num_wrong} of {num_sure}).")
-        if "lossless" not in ways:
-            print(f"\n{wrong_tokens(model, given, ways)}")
+        taus = {label: way for label, way in ways.items() if not (way.is_lossless or way == plain)}
+        if taus:
+            print(f"\n{wrong_tokens(model, given, taus, args.rows)}")
     if "lossless" in ways:
         check_partings(model, answers["AR"], answers["lossless"], ways["lossless"])
 
