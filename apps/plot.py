@@ -1,7 +1,4 @@
-"""A picture of a training run: its losses, and how often it is right ahead, over the steps.
-
-python -m apps.plot out    # writes out/log.svg, and draws the losses in the terminal
-"""
+"""A picture of a training run over its steps: `python -m apps.plot out` writes out/log.svg."""
 
 from pathlib import Path
 

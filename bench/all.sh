@@ -43,7 +43,7 @@ for name in smollm2 qwen2.5; do
     echo "# $name"
     model="--model $name/model --dtype bfloat16"
     before="--model $name/original --dtype bfloat16"
-    for kind in gsm8k ifeval bbh plain; do
+    for kind in gsm8k ifeval bbh plain code; do
         quality $model --data bench/data/$kind/test.jsonl --limit 20 --max-new 128 --rows 1
     done
     # How far the training moved it: its predictions of what the model before it answered.
@@ -57,6 +57,7 @@ for name in smollm2 qwen2.5; do
     done
     gsm8k="--data bench/data/gsm8k/test.jsonl --max-new 64"
     speed $model $gsm8k --limit 4 --transformers --rows 1 --rounds 9
+    speed $model --data bench/data/code/test.jsonl --limit 10 --max-new 128 --transformers --rows 1 --rounds 3
     speed $model $gsm8k --limit 8 --transformers --rows 8 --rounds 3
     speed $model $gsm8k --limit 4 --temperature 1 --rows 1
 done
