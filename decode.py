@@ -197,11 +197,11 @@ class Threshold:
 
 
 def slips(sequence: Sequence, accepted: list[int], token: int) -> bool:
-    """Is this token likely that of a mask which is one place off? Ours: docs/lossless.md.
+    """Did the mask probably predict the token of a neighbouring place? Ours: docs/lossless.md.
 
-    A mask that is sure and wrong mostly repeats the token before it, or skips one in a passage that
-    the text has had before. So a token does not pass if it equals the one before it, or if that
-    earlier passage went on with another token.
+    A mask that is sure and wrong mostly repeats the token before its own, or leaves out a token of
+    a passage that the text has had before. So a token does not pass if it equals the one before it,
+    or if that earlier passage went on with another token.
     """
     said, _ = sequence.repeats.next_token(sequence.token_ids, accepted)
     return token == accepted[-1] or said not in (None, token)
@@ -332,7 +332,8 @@ class Decoder:
         text = sequence.token_ids
         num_cached = self.cache.lengths[row]
         real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-        # Only a BlockCache leaves too little room. With it there is a tau, so masks are cut off.
+        # Only a BlockCache can leave too little room. It is never lossless, so what is cut off here
+        # is masks, not guesses.
         positions = real + self.method.additions(sequence)[:most_added]
         columns = range(len(real) - 1, len(positions))
         return Feed(row, sequence, positions, len(real), columns)

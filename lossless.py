@@ -43,7 +43,8 @@ LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this
 MOST_GROUPS = 2  # a third costs more than it gains
 MOST_FROM_TEXT = 16  # guesses in a forward, besides those of B masks
 # How likely a guess from the text holds, by the length of the run that it follows (0: there is no
-# guess). These are the first values; every guess that is checked then moves one of them by RATE.
+# guess). These are the first values. Each of them then becomes a mean over the guesses that were
+# checked, in which the newest counts RATE.
 FIRST_CHANCES = {0: 0.0, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
 
@@ -58,7 +59,9 @@ class Lossless:
     """The decoding method without a tau: see `Method` in plumbing/scheduler.py."""
 
     metric = "probability"
-    confidence_with_noise = True  # noise that favours a guess will favour it as AR's token, too
+    # Confidence is the chance that a guess holds. AR's token is drawn with the same noise, so the
+    # noise belongs in it.
+    confidence_with_noise = True
 
     def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
         """block: the number of masks in a group, B."""

@@ -391,7 +391,7 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, D
         block=block,
         lr=args.lr,
         batch=batch,
-        # A row that `Dataset` skips (too long, no answer) counts in --epochs like any other.
+        # Rows that `Dataset` skips (too long, no answer) count, too: the others come a bit oftener.
         steps=args.steps or math.ceil(args.epochs * len(data.training) / batch),
         save_every=args.save_every,
         batch_tokens=args.batch_tokens or plan.batch_tokens(device),

@@ -133,7 +133,7 @@ class Scheduler:
         others, so for fewer it costs more than it saves.)
         """
         # While a row waits (BlockCache) no new text begins. It would have an open block, and the
-        # row would have to wait for that, too. (Those that are done were cancelled: none waits.)
+        # row would have to wait for that, too. (A row that waits and is done was cancelled.)
         if all(sequence.done for sequence in self.held_back):
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
