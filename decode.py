@@ -14,8 +14,8 @@ confidence passes tau, the first one always; then the masks move on. tau = 1 is 
 the tests compare the two. What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
   * every row of a batch has its own length in the cache (future work in the paper): no row waits
-    for another, and a prompt gives the same tokens in a batch as alone, up to rounding. With
-    `block_cache`, the paper's way, rows wait: see kv_cache.py;
+    until another has caught up, and a prompt gives the same tokens in a batch as alone, up to
+    rounding. With `block_cache`, the paper's way, rows wait: see kv_cache.py;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
   * without a tau, guesses are checked before they count, so that the text is AR's: lossless.py.
 """
@@ -163,7 +163,7 @@ class Threshold:
     Its calls are those of `Method` (plumbing/scheduler.py). The other method is in lossless.py.
     """
 
-    confidence_with_noise = False  # at a temperature it is without the noise that draws tokens
+    confidence_with_noise = False  # confidence is that of the logits, without the sampling noise
 
     def __init__(self, block: int, mask_id: int, metric: str, guard: bool = False):
         """block: the number of masks, B. guard: see `slips`."""
@@ -268,8 +268,8 @@ class Decoder:
         # stands after every text, so no text and no mask sees it.
         end = self.cache.capacity
         self.padding = (config.mask_token_id, end, end + 1)
-        # In bfloat16 on a CPU a position that is alone adds up in another order than one among
-        # others. So a forward of one row has at least two positions.
+        # In bfloat16 on a CPU a product with one position sums in another order than with several.
+        # So a forward of one row has at least two: its text is then that of a batch.
         is_bfloat16_on_cpu = (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
         self.least_width = 2 if is_bfloat16_on_cpu else 1
         self.num_added = 0
@@ -342,8 +342,8 @@ class Decoder:
         """For each feed the tokens that its columns predict, and how confident they are.
 
         At a temperature T > 0 every token is drawn from p^(1/T) of its own position, independently
-        of the others. So with a tau below 1 the text is not a sample of the AR distribution.
-        Without a tau it is: see lossless.py.
+        of the others. So with a tau that accepts masks' tokens the text is not a sample of the AR
+        distribution. The text of lossless decoding is one.
         """
         width = max(len(feed.positions) for feed in feeds)
         num_columns = max(len(feed.columns) for feed in feeds)
@@ -391,7 +391,7 @@ class Decoder:
         if self.method.confidence_with_noise:
             logits = scores
         confidence = measure_confidence(logits.softmax(-1), tokens, self.method.metric)
-        # Float32 or more: exact for token ids.
+        # Logits are float32 or wider, so confidence is, and that holds every token id exactly.
         return torch.stack([tokens.to(confidence.dtype), confidence])
 
 

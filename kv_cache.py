@@ -117,8 +117,8 @@ class KVCache:
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
         """How many positions (masks, guesses) may follow the text of each row; None: it must wait.
 
-        text_lengths: by row, of the texts in the next forward. Here there is no limit: a method
-        never adds as many as `widest`.
+        text_lengths: by row, of the texts in the next forward. `widest` limits nothing: it counts
+        the last real token, too, so a method always adds fewer.
         """
         return dict.fromkeys(text_lengths, self.widest)
 
@@ -127,8 +127,8 @@ class BlockCache(KVCache):
     """The paper's way: an answer enters the cache in whole blocks of N tokens, here N = 4.
 
     The tokens of an open (not yet full) block are fed again by every forward. A full block is fed
-    once more, by the forward that opens the next one, and kept. As in the paper all rows open the
-    next block together, so a row whose block is full waits for the others. (Not for ever: a row
+    once more, by the forward that opens the next one, and kept. As in the paper a row opens its next
+    block only when no other row has an open one; until then it waits. (Not for ever: a row
     with an open block gets a token in each forward, so its block fills; and while a row waits no
     new prompt is admitted.)
 
@@ -158,7 +158,7 @@ class BlockCache(KVCache):
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """One fewer than the free places in the row's open block, or, if none is open, in its next.
+        """One fewer than the free places of the row's open block; without one, of its next block.
 
         For the last real token predicts the first free place, and each mask one more. A row whose
         last block is full waits as long as another row has an open one.

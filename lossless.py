@@ -3,8 +3,8 @@
 This is ours, not the MARS paper's. A MARS model is still an autoregressive model, so it can check
 its own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how
 many will hold, so that forward also carries groups of masks. Group j is B masks that see the text
-and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851). With B = 4, two
-guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
+and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here the two likeliest
+are fed). With B = 4, two guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
@@ -23,9 +23,9 @@ Guesses that hold are already in their slots of the cache. A forward need not ha
 the one that would be needed is missing, the masks of a group that saw fewer guesses take its place;
 if there is none, the next forward has no guesses from masks. That costs time, and changes no token.
 
-Not all guesses are of masks. The text itself often says what comes next: what followed the last
-time that its last tokens stood there (`Repeats` in plumbing/scheduler.py). Of the two the likelier
-is taken, place by place.
+Not all guesses are of masks. The final tokens of a text may have stood in it before: what followed
+them then is a guess, too (`Repeats` in plumbing/scheduler.py). Of the two the likelier is taken,
+place by place.
 
 At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
@@ -41,10 +41,10 @@ from plumbing.scheduler import Decision, Position, Repeats, Sequence, num_in_com
 
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 MOST_GROUPS = 2  # a third costs more than it gains
-MOST_FROM_TEXT = 16  # guesses in a forward, besides those of B masks
-# How likely a guess from the text holds, by the length of the run that it follows (0: there is no
-# guess). These are the first values. Each of them then becomes a mean over the guesses that were
-# checked, in which the newest counts RATE.
+MOST_FROM_TEXT = 16  # a forward has at most so many guesses more than B
+# How likely a guess from the text holds, by how many of the text's final tokens stood before it
+# then (0: there is no guess). These are the first values. Each of them then becomes a mean over the
+# guesses that were checked, in which the newest counts RATE.
 FIRST_CHANCES = {0: 0.0, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
 
@@ -59,8 +59,8 @@ class Lossless:
     """The decoding method without a tau: see `Method` in plumbing/scheduler.py."""
 
     metric = "probability"
-    # Confidence is the chance that a guess holds. AR's token is drawn with the same noise, so the
-    # noise belongs in it.
+    # Confidence is that of logits + noise: AR's token will be drawn with the same noise, so this
+    # says better whether a guess will hold.
     confidence_with_noise = True
 
     def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
@@ -74,7 +74,7 @@ class Lossless:
 
     @property
     def widest(self) -> int:
-        """The last token, the guesses, the groups."""
+        """The last token (of the text only that is not cached), the guesses, the groups."""
         return 1 + self.block + MOST_FROM_TEXT + self.most_groups * self.block
 
     def additions(self, sequence: Sequence) -> list[Position]:
@@ -156,7 +156,7 @@ class Plan:
 
 
 def useful_masks(plan: Plan, num_held: int, block: int) -> range:
-    """The indices of those predictions of a forward that say what comes after AR's token.
+    """The indices of the predictions of a forward that are of places after the accepted tokens.
 
     They are those of one group of masks: among the groups that saw only guesses that held (j <=
     num_held), the one with the largest j. Prediction 0 is that of x, the last real token; then come

@@ -14,8 +14,8 @@ What is unusual here:
   * a step's loss is a sum over its targets, each with a weight that is fixed beforehand, so it does
     not depend on how a step is packed, cut into forwards and split among processes (torchrun and
     FSDP2);
-  * a run that was killed continues from its last checkpoint, bit for bit (`--resume`, on a CPU,
-    with as many threads).
+  * a signal lets the step finish and be saved; a run that was killed continues from its last
+    checkpoint. Either way `--resume` is bit for bit (on a CPU, with as many threads).
 """
 
 import argparse
@@ -193,7 +193,9 @@ def fill_forwards(streams: list[Streams], recipe: Recipe, rank=0, size=1) -> lis
 
 
 def can_use_flex(model: Qwen2) -> bool:
-    return model.device.type == "cuda" and model.config.head_dim >= 16  # it takes no smaller heads
+    return (
+        model.device.type == "cuda" and model.config.head_dim >= 16
+    )  # FlexAttention takes no smaller heads
 
 
 def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
@@ -232,7 +234,7 @@ def add_gradients(
 ) -> Tensor:
     """Add the gradients of a step's loss. Returns this process's part of (noisy, clean): (2,).
 
-    forward_inputs, losses: what another objective has instead (apps/low_rank.py).
+    forward_inputs, losses: functions that another objective passes (apps/low_rank.py).
     """
     rank, size = processes.rank_and_size()
     sums = torch.zeros(2, device=model.device)
@@ -267,7 +269,9 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
-    shares = (right / count)[count > 0]  # nothing is 0 ahead; nothing far ahead in short responses
+    shares = (right / count)[
+        count > 0
+    ]  # without empty ones: 0 ahead, and in short responses far ahead
     return [round(share, 4) for share in shares.tolist()]
 
 
@@ -391,7 +395,8 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, D
         block=block,
         lr=args.lr,
         batch=batch,
-        # Rows that `Dataset` skips (too long, no answer) count, too: the others come a bit oftener.
+        # data.training has the rows that are skipped, too (too long, no answer), so the others are
+        # seen a little oftener than --epochs says.
         steps=args.steps or math.ceil(args.epochs * len(data.training) / batch),
         save_every=args.save_every,
         batch_tokens=args.batch_tokens or plan.batch_tokens(device),

@@ -184,7 +184,7 @@ def find_directions(model: Qwen2, data: Dataset, recipe: Recipe) -> None:
     forwards = forward_inputs(examples, recipe)
     if not any(inputs.is_mask.any() for inputs in forwards):
         raise UserError(f"{data.rows.path}: no masks in {NUM_MEASURED} examples (too short?)")
-    processes.say("looking for directions: on a CPU this takes a minute for 135 M parameters, many for a 0.5B")
+    processes.say("looking for directions: on a CPU a minute for 135 M parameters, many for a 0.5B")
     with processes.arithmetic_in(recipe.dtype, model.device):
         clean = second_moments(model, forwards, of_masks=False)
         masks = second_moments(model, forwards, of_masks=True)
