@@ -127,8 +127,8 @@ class BlockCache(KVCache):
     """The paper's way: an answer enters the cache in whole blocks of N tokens, here N = 4.
 
     The tokens of an open (not yet full) block are fed again by every forward. A full block is fed
-    once more, by the forward that opens the next one, and kept. As in the paper a row opens its next
-    block only when no other row has an open one; until then it waits. (Not for ever: a row
+    once more, by the forward that opens the next one, and kept. As in the paper a row opens its
+    next block only when no other row has an open one; until then it waits. (Not for ever: a row
     with an open block gets a token in each forward, so its block fills; and while a row waits no
     new prompt is admitted.)
 

@@ -269,9 +269,7 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
-    shares = (right / count)[
-        count > 0
-    ]  # without empty ones: 0 ahead, and in short responses far ahead
+    shares = (right / count)[count > 0]  # 0 ahead is empty, and far ahead may be
     return [round(share, 4) for share in shares.tolist()]
 
 
