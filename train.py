@@ -193,9 +193,8 @@ def fill_forwards(streams: list[Streams], recipe: Recipe, rank=0, size=1) -> lis
 
 
 def can_use_flex(model: Qwen2) -> bool:
-    return (
-        model.device.type == "cuda" and model.config.head_dim >= 16
-    )  # FlexAttention takes no smaller heads
+    # FlexAttention takes no smaller heads.
+    return model.device.type == "cuda" and model.config.head_dim >= 16
 
 
 def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
