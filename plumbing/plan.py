@@ -71,11 +71,9 @@ def forward_bytes(model, inputs, dtype: torch.dtype, recomputes: bool) -> float:
     # gate, up, silu(gate) and their product. The norms compute in float32, and keep 7 vectors.
     narrow = T + 2 * q_size + 2 * kv_size + 4 * config.intermediate_size
     layer = R * T * (dtype.itemsize * narrow + 4 * 7 * D)
-    num_layers = config.num_hidden_layers
-    if recomputes:
-        layers = layer + num_layers * R * T * 4 * D
-    else:
-        layers = num_layers * layer
+    layers = config.num_hidden_layers * layer
+    if recomputes:  # of each layer the input, and one layer at a time
+        layers = layer + config.num_hidden_layers * R * T * 4 * D
     if dtype == torch.bfloat16:  # of each weight a copy
         layers += 2 * sum(weight.numel() for weight in model.parameters())
     num_logits = 0

@@ -19,6 +19,7 @@ def test_thirty_rows(tmp_path, monkeypatch):
         small = ("--model", model, "--epochs", 2, "--lr", 5e-3, "--out", out)
         done = command(name, *options, *small)
         assert done.status == 0 and "skipped" not in done.out + done.err
+        assert "fewer than ten rows held out" in done.out
         losses = [step[loss] for step in log(out)]
         assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
         model = out
