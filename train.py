@@ -141,20 +141,18 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     x = torch.tensor(example.tokens)
     P = example.prompt_length
     L = len(x)
-    num_clean = L - 1
-    clean_pos = torch.arange(num_clean)
-    if recipe.block is None:  # no masks
-        mask_pos = block_start = torch.arange(0)
-    else:
+    clean_pos = torch.arange(L - 1)
+    mask_pos = block_start = torch.arange(0)  # without masks
+    if recipe.block is not None:
         mask_pos = torch.arange(P, L - 1)
         block_start = mask_pos - mask_pos % recipe.block
     pos = torch.cat([clean_pos, mask_pos])
     share = 1 / (L - P)
     clean_weight = torch.zeros(len(pos))
-    clean_weight[P - 1 : num_clean] = share
+    clean_weight[P - 1 : len(clean_pos)] = share
     noisy_weight = torch.zeros(len(pos))
     if recipe.block is not None:
-        noisy_weight[num_clean:] = share  # the masks'
+        noisy_weight[len(clean_pos) :] = share  # the masks'
         # No mask predicts the first response token. The last prompt token does, so it counts in the
         # noisy loss, too, as in the paper.
         noisy_weight[P - 1] = share
