@@ -37,7 +37,7 @@ def say_steps(args: argparse.Namespace, data, recipe) -> None:
     elif len(data.held_out) < 10:
         say("fewer than ten rows held out: the look-ahead that is measured on them is rough")
     if recipe.steps < 50 and not args.steps:
-        say("fewer than 50 steps teach little: give more --epochs, or a smaller --batch")
+        say("fewer than 50 steps are enough for a few rows that are alike; else give more --epochs")
 
 
 def say_memory(model, data, recipe, forward_inputs, recomputes: bool) -> None:
@@ -46,18 +46,13 @@ def say_memory(model, data, recipe, forward_inputs, recomputes: bool) -> None:
     forward_inputs: train.py's; recomputes: --checkpoint-layers.
     """
     largest = 0
-    held = 12  # bytes per parameter during a forward: the weight and AdamW's two moments
     for begin in range(0, len(data.first), recipe.batch):
-        forwards = forward_inputs(data.first[begin : begin + recipe.batch], recipe)
-        if len(forwards) > 1:
-            held = 16  # the second forward has the gradients of the first
-        for inputs in forwards:
+        for inputs in forward_inputs(data.first[begin : begin + recipe.batch], recipe):
             largest = max(largest, forward_bytes(model, inputs, recipe.dtype, recomputes))
-    num_parameters = sum(weight.numel() for weight in model.parameters())
-    peak = max(16 * num_parameters, held * num_parameters + largest)
-    parts = f"{16 * num_parameters / 1e9:.2g} weights, gradients and AdamW"
+    fixed = 16 * sum(weight.numel() for weight in model.parameters())
+    parts = f"{fixed / 1e9:.2g} weights, gradients and AdamW"
     parts += f", {largest / 1e9:.2g} the largest forward, {PYTHON_AND_TORCH / 1e9:.2g} Python"
-    say(f"memory: about {(peak + PYTHON_AND_TORCH) / 1e9:.1f} GB ({parts})")
+    say(f"memory: about {(fixed + largest + PYTHON_AND_TORCH) / 1e9:.1f} GB ({parts})")
 
 
 def forward_bytes(model, inputs, dtype: torch.dtype, recomputes: bool) -> float:

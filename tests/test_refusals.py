@@ -47,7 +47,7 @@ BAD_OPTIONS = [
     (f"decode --block {2**64}", f"block: must be below 1000, not {2**64}"),
     ("decode --block-cache 0", "block_cache: must be at least 1, not 0"),
     ("decode --promt Hi", "there is no --promt (see --help)"),
-    ("decode --block-cache 8", "--block-cache and --metric need a --tau"),
+    ("decode --block-cache 8", "--block-cache, --metric and --guard need a --tau"),
     ("decode --max-new 5000", "new ones exceed the"),
     ("decode --prompt ' '", "--prompt is empty"),
     (f"decode --prompt '{'plums ' * 3000}'", "new ones exceed the"),
