@@ -37,7 +37,7 @@ def say_steps(args: argparse.Namespace, data, recipe) -> None:
     elif len(data.held_out) < 10:
         say("fewer than ten rows held out: the look-ahead that is measured on them is rough")
     if recipe.steps < 50 and not args.steps:
-        say("fewer than 50 steps are enough for a few rows that are alike; else give more --epochs")
+        say("fewer than 50 steps: enough if all responses are alike; else give more --epochs")
 
 
 def say_memory(model, data, recipe, forward_inputs, recomputes: bool) -> None:
