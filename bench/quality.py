@@ -209,6 +209,7 @@ class Walk:
         return Decision(right[: num_right + 1], num_held=0)
 
     def kind(self, text: list[int], place: int, wrong: int) -> str:
+        """What a wrong token at a place of a text is there: a neighbour's token, or another."""
         if wrong == text[place - 1]:
             return "last once more"
         if wrong in text[place + 1 : place + 2]:
