@@ -25,7 +25,7 @@ if there is none, the next forward has no guesses from masks. That costs time, a
 
 Not all guesses are of masks. The final tokens of a text may have stood in it before: what followed
 them then is a guess, too (`Repeats` in plumbing/scheduler.py). Of the two the likelier is taken,
-place by place.
+place by place. And where masks' guesses seldom hold, a group has fewer than B masks.
 
 At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
@@ -42,17 +42,18 @@ from plumbing.scheduler import Decision, Position, Repeats, Sequence, num_in_com
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 MOST_GROUPS = 2  # a third costs more than it gains
 MOST_FROM_TEXT = 16  # a forward has at most so many guesses more than B
-# How likely a guess from the text holds, by how many of the text's final tokens stood before it
-# then (0: there is no guess). These are the first values. Each of them then becomes a mean over the
+# How likely a guess holds: a mask's (0), or one from the text, by how many of the text's final
+# tokens stood before it then. These are the first values. Each of them then becomes a mean over the
 # guesses that were checked, in which the newest counts RATE.
-FIRST_CHANCES = {0: 0.0, 2: 0.5, 4: 0.8, 8: 0.95}
+FIRST_CHANCES = {0: 0.9, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
+ENOUGH = 0.7  # a group has another mask if all before it hold with this probability
 
 
 class Guess(NamedTuple):
     token: int | None
     chance: float  # that it holds if all before it do
-    run: int = 0  # if it is from the text: the length of the run that it followed
+    run: int = 0  # the length of the run that it followed, if it is from the text
 
 
 class Lossless:
@@ -63,19 +64,29 @@ class Lossless:
     # says better whether a guess will hold.
     confidence_with_noise = True
 
-    def __init__(self, block: int, mask_id: int, is_batch_on_cpu: bool):
-        """block: the number of masks in a group, B."""
+    def __init__(self, block: int, mask_id: int, on_cpu: bool, is_batch: bool):
+        """block: the most masks in a group, B."""
         self.block = block
         self.mask_id = mask_id
-        # In such a batch every row is as wide as the widest, and each position costs.
-        self.asks_text = not is_batch_on_cpu
-        self.most_groups = 1 if is_batch_on_cpu else MOST_GROUPS
+        self.on_cpu = on_cpu  # there each position costs
+        # In a batch there, every row is as wide as the widest.
+        self.asks_text = not (on_cpu and is_batch)
+        self.most_groups = 1 if on_cpu and is_batch else MOST_GROUPS
         self.chances = dict(FIRST_CHANCES)
 
     @property
     def widest(self) -> int:
         """The last token (of the text only that is not cached), the guesses, the groups."""
         return 1 + self.block + MOST_FROM_TEXT + self.most_groups * self.block
+
+    def group_size(self) -> int:
+        """How many masks a group has now: on a CPU by how likely their guesses hold."""
+        if not self.on_cpu:
+            return self.block
+        size = 1
+        while size < self.block and self.chances[0] ** size >= ENOUGH:
+            size += 1
+        return size
 
     def additions(self, sequence: Sequence) -> list[Position]:
         """The guesses and groups of masks that follow a text.
@@ -87,14 +98,14 @@ class Lossless:
             prefix   4 | 3 3 | 4 4
         """
         if sequence.state is None:
-            sequence.state = Plan()
+            sequence.state = Plan(self.group_size())
         positions = []
         end = len(sequence.token_ids)
         for pos, guess in enumerate(sequence.state.guesses, start=end):
             positions.append((guess.token, pos, pos + 1))
         for j in sequence.state.groups:
             prefix = end + j
-            for pos in range(prefix, prefix + self.block):
+            for pos in range(prefix, prefix + sequence.state.group_size):
                 positions.append((self.mask_id, pos, prefix))
         return positions
 
@@ -106,20 +117,19 @@ class Lossless:
         fed = sequence.state
         num_held = num_in_common(tokens, [guess.token for guess in fed.guesses])
         accepted = tokens[: num_held + 1]
-        useful = useful_masks(fed, num_held, self.block)
+        useful = useful_masks(fed, num_held)
         from_masks = [Guess(tokens[i], confidences[i]) for i in useful]
         self.judge(fed.guesses, num_held)
         guesses = self.chain(sequence.repeats, sequence.token_ids + accepted, from_masks)
         groups = likely_groups([guess.chance for guess in guesses], self.most_groups)
-        sequence.state = Plan(guesses, groups, useful)
+        sequence.state = Plan(self.group_size(), guesses, groups, useful)
         return Decision(accepted, num_held)
 
     def judge(self, fed: list[Guess], num_held: int) -> None:
-        """Learn how likely guesses from the text hold, from those that were checked."""
+        """Learn how likely guesses hold, from those that were checked."""
         for place, guess in enumerate(fed[: num_held + 1]):  # nothing is known of later ones
-            if guess.run:
-                has_held = float(place < num_held)
-                self.chances[guess.run] += RATE * (has_held - self.chances[guess.run])
+            has_held = float(place < num_held)
+            self.chances[guess.run] += RATE * (has_held - self.chances[guess.run])
 
     def chain(self, repeats: Repeats, text: list[int], from_masks: list[Guess]) -> list[Guess]:
         """What the next forward checks: at each place a mask's guess or the text's, the likelier.
@@ -136,7 +146,7 @@ class Lossless:
                 guess = from_masks[len(guesses)]
             if self.asks_text:
                 token, run = repeats.next_token(text, tokens)
-                if self.chances[run] > guess.chance:
+                if run and self.chances[run] > guess.chance:
                     guess = Guess(token, self.chances[run], run)
             all_hold *= guess.chance
             if all_hold < LEAST_PROBABILITY:
@@ -150,25 +160,26 @@ class Lossless:
 class Plan:
     """What a forward of a sequence is fed after the text; kept in `sequence.state`."""
 
+    group_size: int  # masks in each group
     guesses: list[Guess] = field(default_factory=list)  # to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
     useful: range = range(0)  # `useful_masks` of the forward before; apps/trace.py shows them
 
 
-def useful_masks(plan: Plan, num_held: int, block: int) -> range:
+def useful_masks(plan: Plan, num_held: int) -> range:
     """The indices of the predictions of a forward that are of places after the accepted tokens.
 
     They are those of one group of masks: among the groups that saw only guesses that held (j <=
     num_held), the one with the largest j. Prediction 0 is that of x, the last real token; then come
-    the guesses', then the groups', `block` each.
+    the guesses', then the groups', `group_size` each.
     """
     useful = range(0)
     begin = 1 + len(plan.guesses)  # of a group
     for j in plan.groups:  # the group that saw the fewest guesses comes first
         if j <= num_held:
             num_known = num_held - j  # its first masks predict places whose tokens are known now
-            useful = range(begin + num_known, begin + block)
-        begin += block
+            useful = range(begin + num_known, begin + plan.group_size)
+        begin += plan.group_size
     return useful
 
 

@@ -38,6 +38,7 @@ class TracedMethod:
         return self.fed
 
     def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
+        plan = sequence.state  # of this forward; `decide` makes that of the next
         decision = self.method.decide(sequence, tokens, confidences)
         fed = self.fed[: len(tokens) - 1]  # a cache block may have had no room for all of it
         guesses = [token for token, pos, prefix in fed if prefix == pos + 1]
@@ -50,6 +51,7 @@ class TracedMethod:
         }
         if self.is_lossless:
             facts |= self.next_guesses(sequence, tokens, confidences)
+            facts["first"] = plan.group_size - len(facts["candidates"])  # mask that is useful
         else:
             facts["candidates"] = list(zip(self.labels(tokens), confidences))
             facts["passed"] = len(decision.tokens)
@@ -64,7 +66,6 @@ class TracedMethod:
         num_from_masks = num_in_common(candidates, guesses)
         return {
             "candidates": list(zip(self.labels(candidates), [confidences[i] for i in plan.useful])),
-            "first": self.method.block - len(candidates),  # of the group's masks, that is useful
             "passed": num_from_masks,
             "looked_up": self.labels(guesses[num_from_masks:]),
         }

@@ -33,11 +33,11 @@ def random_options(rng: random.Random) -> dict:
     }
 
 
-def use_lossless(monkeypatch, groups: int, asks_text: bool = False) -> None:
+def use_lossless(monkeypatch, groups: int, asks_text=False, on_cpu=False) -> None:
     """Let every lossless decoder have up to so many groups, in a batch on a CPU, too."""
 
-    def method(block: int, mask_id: int, is_batch_on_cpu: bool) -> Lossless:
-        made = Lossless(block, mask_id, is_batch_on_cpu=False)
+    def method(block: int, mask_id: int, *_, **__) -> Lossless:
+        made = Lossless(block, mask_id, on_cpu, is_batch=False)
         made.most_groups = groups
         made.asks_text = asks_text
         return made
