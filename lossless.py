@@ -2,9 +2,9 @@
 
 This is ours, not the MARS paper's. A MARS model is still an autoregressive model, so it can check
 its own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how
-many will hold, so that forward also carries groups of masks. Group j is B masks that see the text
-and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here the two likeliest
-are fed). With B = 4, two guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
+many will hold, so that forward also carries groups of masks. Group j is up to B masks that see the
+text and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here the two
+likeliest are fed). With B = 4, two guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
@@ -21,11 +21,12 @@ decides the speed, never the text. (All this is up to floating-point rounding: d
 
 Guesses that hold are already in their slots of the cache. A forward need not have all groups. If
 the one that would be needed is missing, the masks of a group that saw fewer guesses take its place;
-if there is none, the next forward has no guesses from masks. That costs time, and changes no token.
+if there are none, the next forward has no guesses from masks. That costs time, and changes no
+token. On a CPU each position costs: there a group is short where masks' guesses seldom hold.
 
 Not all guesses are of masks. The final tokens of a text may have stood in it before: what followed
 them then is a guess, too (`Repeats` in plumbing/scheduler.py). Of the two the likelier is taken,
-place by place. And where masks' guesses seldom hold, a group has fewer than B masks.
+place by place.
 
 At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
@@ -42,12 +43,13 @@ from plumbing.scheduler import Decision, Position, Repeats, Sequence, num_in_com
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 MOST_GROUPS = 2  # a third costs more than it gains
 MOST_FROM_TEXT = 16  # a forward has at most so many guesses more than B
-# How likely a guess holds: a mask's (0), or one from the text, by how many of the text's final
+# How likely a guess holds: a mask's (0), and one from the text, by how many of the text's final
 # tokens stood before it then. These are the first values. Each of them then becomes a mean over the
 # guesses that were checked, in which the newest counts RATE.
 FIRST_CHANCES = {0: 0.9, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
-ENOUGH = 0.7  # a group has another mask if all before it hold with this probability
+# A group has another mask if the guesses of all masks before it hold with this probability.
+LEAST_FOR_A_MASK = 0.7
 
 
 class Guess(NamedTuple):
@@ -64,14 +66,14 @@ class Lossless:
     # says better whether a guess will hold.
     confidence_with_noise = True
 
-    def __init__(self, block: int, mask_id: int, on_cpu: bool, is_batch: bool):
-        """block: the most masks in a group, B."""
+    def __init__(self, block: int, mask_id: int, positions_cost: bool, is_batch: bool):
+        """block: the most masks in a group, B. positions_cost: does each take time, as on a CPU?"""
         self.block = block
         self.mask_id = mask_id
-        self.on_cpu = on_cpu  # there each position costs
-        # In a batch there, every row is as wide as the widest.
-        self.asks_text = not (on_cpu and is_batch)
-        self.most_groups = 1 if on_cpu and is_batch else MOST_GROUPS
+        self.positions_cost = positions_cost
+        batch_costs = positions_cost and is_batch  # every row is as wide as the widest
+        self.asks_text = not batch_costs
+        self.most_groups = 1 if batch_costs else MOST_GROUPS
         self.chances = dict(FIRST_CHANCES)
 
     @property
@@ -80,11 +82,11 @@ class Lossless:
         return 1 + self.block + MOST_FROM_TEXT + self.most_groups * self.block
 
     def group_size(self) -> int:
-        """How many masks a group has now: on a CPU by how likely their guesses hold."""
-        if not self.on_cpu:
+        """How many masks a group has now."""
+        if not self.positions_cost:
             return self.block
         size = 1
-        while size < self.block and self.chances[0] ** size >= ENOUGH:
+        while size < self.block and self.chances[0] ** size >= LEAST_FOR_A_MASK:
             size += 1
         return size
 

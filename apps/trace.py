@@ -51,7 +51,7 @@ class TracedMethod:
         }
         if self.is_lossless:
             facts |= self.next_guesses(sequence, tokens, confidences)
-            facts["first"] = plan.group_size - len(facts["candidates"])  # mask that is useful
+            facts["first"] = plan.group_size - len(facts["candidates"])  # useful mask of its group
         else:
             facts["candidates"] = list(zip(self.labels(tokens), confidences))
             facts["passed"] = len(decision.tokens)

@@ -153,15 +153,12 @@ class LlamaCpp:
             self.llama = Llama(file, n_threads=threads, n_threads_batch=threads, **options)
 
     def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
-        answers = []
-        for prompt in prompts:
+        answers = [Sequence(prompt, self.config, max_new, tau=None) for prompt in prompts]
+        for prompt, answer in zip(prompts, answers):
             self.llama.reset()
-            answer = Sequence(prompt, self.config, max_new, tau=None)
-            for token in self.llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
-                answer.take([token], width=0)
-                if answer.done:
-                    break
-            answers.append(answer)
+            tokens = self.llama.generate(prompt, temp=0.0, repeat_penalty=1.0)
+            while not answer.done:
+                answer.take([next(tokens)], width=0)
         return answers
 
 

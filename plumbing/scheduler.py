@@ -116,7 +116,7 @@ class Scheduler:
     """The rows of a cache; a row that is done takes the next sequence of `queue` at once."""
 
     def __init__(self, cache, rows: int, block: int, is_compiled: bool):
-        """block: B, how many masks a prefill has after the prompt."""
+        """block: B, the most masks that a prefill has after the prompt."""
         self.cache = cache
         self.block = block
         # On a CPU an idle row costs as much as any. Compiled forwards have static shapes.

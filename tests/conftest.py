@@ -45,9 +45,3 @@ def data(tmp_path) -> Path:
 def out(tmp_path) -> Path:
     """Where a run writes."""
     return tmp_path / "out"
-
-
-@pytest.fixture
-def without_lookup(monkeypatch):
-    """Without guesses from the text, a forward is as wide in a batch on a CPU as alone."""
-    monkeypatch.setattr("plumbing.scheduler.Repeats.next_token", lambda *_: (None, 0))

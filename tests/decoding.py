@@ -34,7 +34,10 @@ def random_options(rng: random.Random) -> dict:
 
 
 def use_lossless(monkeypatch, groups: int, asks_text=False, on_cpu=False) -> None:
-    """Let every lossless decoder have up to so many groups, in a batch on a CPU, too."""
+    """Let every lossless decoder have up to so many groups, in a batch on a CPU, too.
+
+    on_cpu: of as many masks as are likely of use.
+    """
 
     def method(block: int, mask_id: int, *_, **__) -> Lossless:
         made = Lossless(block, mask_id, on_cpu, is_batch=False)
