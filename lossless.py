@@ -24,9 +24,8 @@ the one that would be needed is missing, the masks of a group that saw fewer gue
 if there are none, the next forward has no guesses from masks. That costs time, and changes no
 token. On a CPU each position costs: there a group is short where masks' guesses seldom hold.
 
-Not all guesses are of masks. The final tokens of a text may have stood in it before: what followed
-them then is a guess, too (`Repeats` in plumbing/scheduler.py). Of the two the likelier is taken,
-place by place.
+Not all guesses are of masks. If a text had its final tokens before, what followed them then is a
+guess, too (`Repeats` in plumbing/scheduler.py). At each place the likelier of the two is taken.
 
 At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
 drawn with the dice of its position, and AR's token with the same, so that both often come out alike
@@ -48,8 +47,7 @@ MOST_FROM_TEXT = 16  # a forward has at most so many guesses more than B
 # guesses that were checked, in which the newest counts RATE.
 FIRST_CHANCES = {0: 0.9, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
-# A group has another mask if the guesses of all masks before it hold with this probability.
-LEAST_FOR_A_MASK = 0.7
+LEAST_FOR_A_MASK = 0.7  # a group has another mask if all guesses before it are so likely to hold
 
 
 class Guess(NamedTuple):
