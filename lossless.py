@@ -3,7 +3,7 @@
 This is ours, not the MARS paper's. A MARS model is still an autoregressive model, so it can check
 its own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how
 many will hold, so that forward also carries groups of masks. Group j is up to B masks that see the
-text and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here the two
+text and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here the three
 likeliest are fed). With B = 4, two guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
@@ -40,7 +40,7 @@ from typing import NamedTuple
 from plumbing.scheduler import Decision, Position, Repeats, Sequence, num_in_common
 
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
-MOST_GROUPS = 2  # a third costs more than it gains
+MOST_GROUPS = 3  # a fourth costs more than it gains
 MOST_FROM_TEXT = 16  # a forward has at most so many guesses more than B
 # How likely a guess holds: a mask's (0), and one from the text, by how many of the text's final
 # tokens stood before it then. These are the first values. Each of them then becomes a mean over the

@@ -7,7 +7,7 @@ from .arguments import check_request
 
 # The most positions in a prefill, padding included. A longer prompt is fed alone, in one forward.
 PREFILL = 4096
-RUNS = (8, 4, 2)  # how many of a text's last tokens are looked for in it: the longest run first
+RUNS = (2, 4, 8)  # how many of a text's last tokens are looked for in it
 
 
 class Repeats:
@@ -28,11 +28,13 @@ class Repeats:
                 self.goes_on_at[tuple(text[place - length : place])] = place
         self.next_place = max(self.next_place, len(text))
         tail = text[-max(RUNS) :] + guesses
+        found = (None, 0)
         for length in RUNS:
             place = self.goes_on_at.get(tuple(tail[-length:]))
-            if place is not None:
-                return text[place], length
-        return None, 0
+            if place is None:  # then no longer run is there: it would end with this one
+                break
+            found = (text[place], length)
+        return found
 
 
 class Sequence:

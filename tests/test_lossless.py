@@ -109,7 +109,7 @@ def test_useful_masks_by_hand():
 def test_a_batch_on_a_cpu_has_one_group():
     """And no guesses from the text: every row would be as wide as the widest."""
     model = tiny_model(random.Random(0))
-    for rows, groups in ((1, 2), (2, 1)):
+    for rows, groups in ((1, 3), (2, 1)):
         method = Decoder(model, Options(block=3), rows, longest=20).method
         assert (method.most_groups, method.asks_text) == (groups, rows == 1)
 
