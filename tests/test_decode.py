@@ -13,6 +13,7 @@ from common import (
     endless_model,
     prompt_length,
     random_prompt,
+    tiny_config,
     tiny_model,
     toy_prompts,
 )
@@ -201,6 +202,22 @@ def test_in_bfloat16_on_a_cpu_a_position_has_a_neighbour():
     for dtype, width in ((torch.float32, 1), (torch.bfloat16, 2)):
         [answer] = generate(model.to(dtype), [[2, 3]], tau=1, max_new=5)
         assert answer.widths == [2, width, width, width, width]
+
+
+def test_the_guard_by_hand():
+    """Every token passes tau here; 4 5 6 7 stood in the text, and 9 followed them."""
+    method = Threshold(block=3, mask_id=MASK, metric="probability", guard=True)
+    config = tiny_config(random.Random(0), vocab_size=20)
+    text = [10, 11, 12, 13, 4, 5, 6, 7, 9, 3, 4, 5, 6]
+    sequence = Sequence(text, config, max_new=9, tau=0.5)
+    for tokens, count in (
+        ([7, 9, 3, 4], 4),
+        ([6, 2, 2, 9], 2),  # the second 2 repeats the token before it
+        ([7, 8, 9, 2], 1),  # not what the text says: its own last token, or the next but one
+        ([7, 7, 9, 2], 1),
+        ([6, 9, 8, 5], 4),  # the first is AR's, whatever the text says
+    ):
+        assert method.decide(sequence, tokens, [0.9] * 4).tokens == tokens[:count]
 
 
 # --------------------------------------------------------------------------------------- sequences
