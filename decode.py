@@ -253,8 +253,8 @@ class Decoder:
         self.longest = min(longest, config.max_position_embeddings)
         self.block = options.block or config.block or 4  # B
         if options.is_lossless:
-            costs = model.device.type == "cpu" and not options.compile  # then widths are fixed
-            self.method = Lossless(self.block, config.mask_token_id, costs, is_batch=rows > 1)
+            on_cpu = model.device.type == "cpu"
+            self.method = Lossless(self.block, config.mask_token_id, on_cpu, is_batch=rows > 1)
         else:
             self.method = Threshold(self.block, config.mask_token_id, options.metric, options.guard)
         self.cache = make_cache(model, rows, self.longest, self.method.widest, options)
