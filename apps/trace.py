@@ -51,7 +51,8 @@ class TracedMethod:
         }
         if self.is_lossless:
             facts |= self.next_guesses(sequence, tokens, confidences)
-            facts["first"] = plan.group_size - len(facts["candidates"])  # useful mask of its group
+            # So many masks of the group are of no use: they stand where tokens are known by now.
+            facts["first"] = plan.group_size - len(facts["candidates"])
         else:
             facts["candidates"] = list(zip(self.labels(tokens), confidences))
             facts["passed"] = len(decision.tokens)

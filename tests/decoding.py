@@ -39,7 +39,7 @@ def use_lossless(monkeypatch, groups: int, asks_text=False, on_cpu=False) -> Non
     on_cpu: of as many masks as are likely of use.
     """
 
-    def method(block: int, mask_id: int, *_, **__) -> Lossless:
+    def method(block: int, mask_id: int, positions_cost: bool, is_batch: bool) -> Lossless:
         made = Lossless(block, mask_id, on_cpu, is_batch=False)
         made.most_groups = groups
         made.asks_text = asks_text
