@@ -29,7 +29,7 @@ done
 quality --dtype bfloat16
 speed --transformers --limit 32 --rounds 9 --rows 1 8
 speed --temperature 1 --limit 24 --rows 1 8
-speed --block-caches
+speed --block-caches --limit 50 --rounds 3 --rows 1 8
 speed --training --rows 32 --max-new 80
 
 echo "# Random weights in the shape of Qwen2.5-0.5B"

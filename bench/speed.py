@@ -2,10 +2,12 @@
 
     python -m bench.speed                   # AR, tau and lossless
     python -m bench.speed --transformers    # and transformers' generate and its prompt lookup
-    python -m bench.speed --llama-cpp FILE  # and llama.cpp's, with a GGUF file of the model
     python -m bench.speed --block-caches    # the paper's Table 5: no cache, its cache, ours
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
     python -m bench.speed --training        # a step of MARS next to one of ordinary fine-tuning
+
+--llama-cpp takes the addresses of running servers (llama-server -m GGUF --port 8080): one without
+drafts, one with --spec-type ngram-simple. They get the same token ids.
 
 --shape 0.5B replaces the model by random weights in the shape of that Qwen2.5. They cost what
 trained weights do but accept nothing, so only AR is decoded.
@@ -16,10 +18,13 @@ all forwards of its row, the prefill included.
 """
 
 import functools
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -34,7 +39,6 @@ from plumbing.data import Example
 from plumbing.errors import failure_as, require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
-FIRST_TOKEN = ", first token"  # the way of this name, for prompts and one token each
 # Positions of a forward, and how many of them predict (B = 4): one token; a token and its masks;
 # five accepted tokens and their masks; a token, sixteen guesses and two groups of masks.
 NUM_PREDICTIONS = {1: 1, 5: 5, 9: 5, 25: 25}
@@ -86,6 +90,13 @@ def print_table(title: str, unit: str, values: dict, head=(), cells: dict | None
 # ----------------------------------------------------------------------------------- ways to decode
 
 
+class Answer(NamedTuple):
+    """What another program said."""
+
+    tokens: list[int]
+    forwards: int | None = None  # None: it does not tell
+
+
 class Ours:
     """Our decoder, made (and compiled) once for all calls."""
 
@@ -107,15 +118,16 @@ class Theirs:
     def __init__(self, model: Qwen2):
         from transformers import AutoConfig, AutoModelForCausalLM  # of bench/requirements.txt
 
-        self.config = model.config
-        ends = list(model.config.eos_token_id)
-        config = AutoConfig.for_model(**config_json(model.config) | {"eos_token_id": ends})
+        self.ends = list(model.config.eos_token_id)
+        config = AutoConfig.for_model(**config_json(model.config) | {"eos_token_id": self.ends})
         with model.device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
         self.model.load_state_dict(model.state_dict(), strict=False)  # a tied head is not in it
 
     @torch.inference_mode()
-    def __call__(self, prompts: list[list[int]], max_new: int, rows: int, **options) -> list:
+    def __call__(
+        self, prompts: list[list[int]], max_new: int, rows: int, **options
+    ) -> list[Answer]:
         """Greedy answers, `rows` prompts at a time, padded on the left."""
         answers = []
         for first in range(0, len(prompts), rows):
@@ -131,35 +143,39 @@ class Theirs:
                 pad_token_id=0,
                 **options,
             )
-            for prompt, tokens in zip(batch, output[:, width:].tolist()):
-                answer = Sequence(prompt, self.config, max_new, tau=None)
-                answer.take(tokens, width=0)  # up to the end of its turn; the rest is padding
-                answers.append(answer)
+            for tokens in output[:, width:].tolist():
+                answers.append(Answer(up_to_end(tokens, self.ends)))
         return answers
 
 
-class LlamaCpp:
-    """llama.cpp by llama-cpp-python (not in bench/requirements.txt: it takes minutes to build)."""
+def up_to_end(tokens: list[int], ends: list[int]) -> list[int]:
+    """The tokens of an answer with its end of turn, without what comes after: padding."""
+    for count, token in enumerate(tokens, 1):
+        if token in ends:
+            return tokens[:count]
+    return tokens
 
-    def __init__(self, file: str, model: Qwen2, longest: int, prompt_lookup: int = 0):
-        from llama_cpp import Llama
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        self.config = model.config
-        threads = torch.get_num_threads()
-        draft = LlamaPromptLookupDecoding(num_pred_tokens=prompt_lookup) if prompt_lookup else None
-        options = {"n_ctx": longest + prompt_lookup, "draft_model": draft, "verbose": False}
-        with failure_as(f"--llama-cpp {file}"):
-            self.llama = Llama(file, n_threads=threads, n_threads_batch=threads, **options)
+class LlamaServer:
+    """llama.cpp: a running llama-server with a GGUF file of the model, one prompt at a time."""
 
-    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
-        answers = [Sequence(prompt, self.config, max_new, tau=None) for prompt in prompts]
-        for prompt, answer in zip(prompts, answers):
-            self.llama.reset()
-            tokens = self.llama.generate(prompt, temp=0.0, repeat_penalty=1.0)
-            while not answer.done:
-                answer.take([next(tokens)], width=0)
-        return answers
+    def __init__(self, address: str):
+        self.address = address
+
+    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
+        return [self.answer(prompt, max_new) for prompt in prompts]
+
+    def answer(self, prompt: list[int], max_new: int) -> Answer:
+        """Greedy. What the server holds of earlier prompts is not used."""
+        asked = {"prompt": prompt, "n_predict": max_new, "temperature": 0}
+        asked |= {"cache_prompt": False, "return_tokens": True}
+        with failure_as(f"--llama-cpp {self.address}"):
+            with urlopen(Request(f"{self.address}/completion", json.dumps(asked).encode())) as said:
+                answer = json.load(said)
+            timings = answer["timings"]
+            # Each forward gives the drafts that it accepts and one token more.
+            forwards = timings["predicted_n"] - timings.get("draft_n_accepted", 0)
+            return Answer(answer["tokens"], forwards)
 
 
 def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
@@ -173,10 +189,8 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
         if rows == 1:  # prompt lookup takes no batches
             ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
     ways["AR"] = ours(tau=1.0)
-    if args.llama_cpp:
-        llama = functools.partial(LlamaCpp, args.llama_cpp, model, longest)
-        ways["llama.cpp"] = llama()
-        ways["llama.cpp, prompt lookup"] = llama(prompt_lookup=10)
+    for address in args.llama_cpp:
+        ways[f"llama.cpp {address}"] = LlamaServer(address)
     if args.shape:  # random weights: no guess holds
         return ways
     ways[f"tau {args.tau:g}"] = ours(tau=args.tau)
@@ -203,34 +217,32 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
             asked = prompts[:rows]
         ways = make_ways(model, rows, longest, args)
         work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
-        if args.llama_cpp:
-            for name, way in ways.items():
-                work[name + FIRST_TOKEN] = functools.partial(way, asked, max_new=1)
         answers, milliseconds = in_turn(work, args.rounds, model.device)
+        prefill = {name: functools.partial(way, asked, max_new=1) for name, way in ways.items()}
+        begin = milliseconds
+        if args.llama_cpp:
+            _, begin = in_turn(prefill, args.rounds, model.device)
 
         first = next(iter(ways))
         per_second = {}
-        after_prompts = {}
         cells = {}
-        for name in ways:
-            found = answers[name]
+        for name, found in answers.items():
             num_tokens = sum(len(answer.tokens) for answer in found)
             per_second[name] = [1000 * num_tokens / taken for taken in milliseconds[name]]
-            if args.llama_cpp:
-                taken = zip(milliseconds[name], milliseconds[name + FIRST_TOKEN])
-                rest = num_tokens - len(found)
-                after_prompts[name] = [1000 * rest / (whole - begin) for whole, begin in taken]
             num_same = sum(a.tokens == b.tokens for a, b in zip(found, answers[first]))
-            cells[name] = [f"{num_same} of {len(found)}"]
+            cells[name] = [f"{num_same} of {len(found)}", "", ""]
+            if found[0].forwards:
+                cells[name][1] = f"{common.tokens_per_forward(found):.2f}"
             if isinstance(ways[name], Ours):
-                cells[name].append(f"{common.tokens_per_forward(found):.2f}")
-                cells[name].append(f"{common.positions_per_forward(found):.1f}")
-            else:
-                cells[name] += ["", ""]  # transformers does not tell
+                cells[name][2] = f"{common.positions_per_forward(found):.1f}"
+            if args.llama_cpp:
+                rest = [whole - start for whole, start in zip(milliseconds[name], begin[name])]
+                after = 1000 * (num_tokens - len(found)) / statistics.median(rest)
+                cells[name].append(f"{after:.2f}")
         head = [f"same as {first}", "tokens/forward", "positions/forward"]
+        if args.llama_cpp:
+            head.append("tok/s after each first token")
         print_table(f"rows: {rows}", "tok/s", per_second, head, cells)
-        if after_prompts:
-            print_table("after each first token", "tok/s", after_prompts)
 
 
 # ----------------------------------------------------------------------- a forward, a training step
@@ -290,7 +302,13 @@ def main() -> None:
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
     add("--transformers", action="store_true", help="next to transformers' generate")
-    add("--llama-cpp", metavar="GGUF", help="next to llama.cpp, one row")
+    add(
+        "--llama-cpp",
+        nargs="+",
+        default=[],
+        metavar="ADDRESS",
+        help="next to llama-server, one row",
+    )
     add("--block-caches", action="store_true", help="tau with the paper's cache, not lossless")
     add("--widths", action="store_true", help="what a forward of more positions costs, instead")
     add("--training", action="store_true", help="a step of --rows examples, instead")
@@ -299,14 +317,13 @@ def main() -> None:
     add("--compile", action="store_true", help="torch.compile ours")
     add("--rounds", type=number(int, 1), default=5, help="how often all settings run in turn")
     add("--shape", choices=common.SHAPES, help="random weights in this shape")
-    add("--rows", type=number(int, 1), nargs="+", default=[1, 4, 8, 16], help="decoded at a time")
+    add("--rows", type=number(int, 1), nargs="+", default=[1], help="decoded at a time")
     add("--max-new", type=number(int, 1), default=256, help="tokens per answer")
     common.add_problems(parser, limit=100)
     args = parser.parse_args()
     if args.transformers:
         require("transformers", "-r bench/requirements.txt")
     if args.llama_cpp:
-        require("llama_cpp", "llama-cpp-python")
         args.rows = [1]
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -274,6 +276,42 @@ def test_next_to_transformers(monkeypatch):
     assert status == 0, err
     names = [list(table) for table in tables(out)]
     assert names == [["transformers", "prompt lookup", "AR"], ["transformers", "AR"]]
+
+
+def test_next_to_llama_cpp(toy):
+    """A stand-in for llama-server: it says what tau 1 says, and that each second draft held."""
+    model, _ = toy
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert self.path == "/completion" and asked["temperature"] == 0
+            assert asked["cache_prompt"] is False
+            prompts = [asked["prompt"]]
+            [answer] = generate(model, prompts, tau=1.0, max_new=asked["n_predict"])
+            num_tokens = len(answer.tokens)
+            timings = {"predicted_n": num_tokens, "draft_n_accepted": num_tokens // 2}
+            said = json.dumps({"tokens": answer.tokens, "timings": timings})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        def log_message(self, *words):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    words = ("--llama-cpp", address, "--limit", 2, "--rounds", 1, "--max-new", 12)
+    status, out, err = command("bench.speed", *TOY, *words, "--device", "cpu")
+    server.shutdown()
+    server.server_close()
+    assert status == 0, err
+    [table] = tables(out)
+    assert table[f"llama.cpp {address}"][-4:-1] == ["2 of 2", "2.00", ""]
+    assert all(number(cells[-1]) > 0 for cells in table.values()), "after each first token"
+    done = command("bench.speed", *TOY, *words)
+    assert done.status == 2 and f"--llama-cpp {address} (URLError: " in done.err
 
 
 def test_the_table_of_widths():
