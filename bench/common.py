@@ -35,7 +35,7 @@ def read_problems(file: Path, limit: int | None = None) -> list[dict]:
             messages = conversation(problem)
             if messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
-            if not messages:
+            if all(message["role"] == "system" for message in messages):
                 raise UserError("nothing that asks")
             if ("answer" in problem) != ("answer" in problems[0]):
                 raise UserError("either all rows must have an answer or none")

@@ -16,15 +16,12 @@ at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are
 and a forward of another width rounds differently. In float32 there is no other difference. If there
 is one, it is a bug, and the exit status is 1.
 
-If all rows have a `response`, as training data do, a line says how well the model predicts these:
-in nats, the mean of -log p of a token. With --against it says how much worse than the other model.
-Another line is of a mask after each of their tokens: how many are sure, and how many of these are
-wrong. For answers of the model itself that is what a tau of .95 costs. A table has, for each tau,
-the wrong tokens that decoding would accept if it went on after each of them with the response.
+If all rows have a `response`, a line says how well the model predicts these: in nats, the mean of
+-log p of a token; with --against, how much worse than the other model (the drift). Another line is
+of a mask after each of their tokens: its loss, how many are sure, and how many of these are wrong.
 """
 
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -34,14 +31,14 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from bench import common
-from decode import Decoder, Options, Sequence, Threshold, generate, slips
+from decode import Options, Sequence, generate
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
 from plumbing.data import Example, make_example
 from plumbing.errors import UserError, naming, run_main
 from plumbing.sampling import dice
-from plumbing.scheduler import Decision, num_in_common
+from plumbing.scheduler import num_in_common
 from train import Recipe, forward_inputs, hidden_states
 
 TIE = 1e-4
@@ -162,80 +159,27 @@ def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> st
 
 
 @torch.inference_mode()
-def first_masks(model: Qwen2, examples: list[Example]) -> tuple[int, int, int]:
-    """Of a first mask after each response token but the last: how many, how many sure, and wrong.
+def masks(model: Qwen2, examples: list[Example]) -> str:
+    """How well one mask after each response token but the last predicts the token after its place.
 
     Sure: with a probability of SURE or more. Wrong: sure of another token than the response's.
     """
     one_mask = Recipe(model.config.mask_token_id, block=1)
-    num_masks = num_sure = num_wrong = 0
+    losses = []
+    is_wrong = []  # of the sure ones
     for example in examples:
-        for inputs in forward_inputs([example], one_mask):
-            inputs = inputs.to(model.device)
-            hidden = hidden_states(model, inputs)
-            sure, best = model.logits(hidden[inputs.is_mask]).softmax(-1).max(-1)  # (M,)
-            is_sure = sure >= SURE
-            is_wrong = is_sure & (best != inputs.target[inputs.is_mask])
-            num_masks += len(sure)
-            num_sure += int(is_sure.sum())
-            num_wrong += int(is_wrong.sum())
-    return num_masks, num_sure, num_wrong
-
-
-class Walk:
-    """A decoding method that goes on with the responses, and counts the wrong tokens it accepts."""
-
-    def __init__(self, method: Threshold, examples: list[Example]):
-        self.method = method
-        self.examples = examples
-        self.kinds = Counter()  # of wrong tokens
-        self.wrong_in = set()  # indices of responses
-
-    def __getattr__(self, name: str):
-        return getattr(self.method, name)
-
-    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
-        text = self.examples[sequence.index].tokens
-        begin = len(sequence.token_ids)
-        tokens = [text[begin], *tokens[1:]]
-        accepted = self.method.decide(sequence, tokens, confidences).tokens
-        right = text[begin : begin + len(accepted)]
-        num_right = num_in_common(accepted, right)
-        if num_right < len(right):
-            self.wrong_in.add(sequence.index)
-            self.kinds[self.kind(text, begin + num_right, accepted[num_right])] += 1
-            if slips(sequence, right[:num_right], accepted[num_right]):
-                self.kinds["--guard"] += 1
-        return Decision(right[: num_right + 1], num_held=0)
-
-    def kind(self, text: list[int], place: int, wrong: int) -> str:
-        """What a wrong token at a place of a text is there: a neighbour's token, or another."""
-        if wrong == text[place - 1]:
-            return "last once more"
-        if wrong in text[place + 1 : place + 2]:
-            return "next but one"
-        return "other"
-
-
-def wrong_tokens(model: Qwen2, examples: list[Example], ways: dict[str, Options], rows: int) -> str:
-    """A table, for each way with a tau, of the wrong tokens that it would accept."""
-    lines = []
-    kinds = ("last once more", "next but one", "other", "--guard")
-    for label, options in ways.items():
-        longest = max(len(example.tokens) for example in examples)
-        decoder = Decoder(model, options, rows, longest)
-        decoder.method = Walk(decoder.method, examples)
-        answers = []
-        for example in examples:
-            prompt = example.tokens[: example.prompt_length]
-            answers.append(decoder.add(prompt, max_new=len(example.tokens) - len(prompt)))
-        for _ in decoder:
-            pass
-        counts = decoder.method.kinds
-        num_wrong = counts.total() - counts["--guard"]
-        cells = [num_wrong, len(decoder.method.wrong_in), *(counts[kind] for kind in kinds)]
-        lines.append([label, f"{common.tokens_per_forward(answers):.2f}", *map(str, cells)])
-    return common.table(["", "tokens/forward", "wrong", "answers with one", *kinds], lines)
+        [inputs] = forward_inputs([example], one_mask)
+        inputs = inputs.to(model.device)
+        logits = model.logits(hidden_states(model, inputs)[inputs.is_mask])  # (M, V)
+        target = inputs.target[inputs.is_mask]
+        losses += cross_entropy(logits, target, reduction="none").tolist()
+        probability, best = logits.softmax(-1).max(-1)
+        is_wrong += (best != target)[probability >= SURE].tolist()
+    num_sure = len(is_wrong)
+    share_sure = num_sure / len(losses)
+    share_wrong = sum(is_wrong) / max(1, num_sure)
+    text = f"{np.mean(losses):.3f} nats/token; {share_sure:.1%} pass {SURE}"
+    return f"{text}; of these {share_wrong:.1%} are wrong ({sum(is_wrong)} of {num_sure})"
 
 
 # ----------------------------------------------------------------------------------------- the run
@@ -273,12 +217,7 @@ def main() -> None:
     print(make_table(chat, problems, answers, rivals))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
-        num_masks, num_sure, num_wrong = first_masks(model, given)
-        print(f"First masks: {num_sure / max(1, num_masks):.1%} pass {SURE}; ", end="")
-        print(f"of these {num_wrong / max(1, num_sure):.1%} are wrong ({num_wrong} of {num_sure}).")
-        taus = {label: way for label, way in ways.items() if not (way.is_lossless or way == plain)}
-        if taus:
-            print(f"\n{wrong_tokens(model, given, taus, args.rows)}")
+        print(f"One mask after each of their tokens: {masks(model, given)}.")
     if "lossless" in ways:
         check_partings(model, answers["AR"], answers["lossless"], ways["lossless"])
 

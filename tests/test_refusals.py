@@ -146,6 +146,7 @@ def test_bad_files_of_prompts(here, content, message):
     [
         ([{"answer": "1"}], "row 1: neither messages nor a prompt"),
         ([{"messages": [REPLY]}], "row 1: nothing that asks"),
+        ([{"messages": [REPLY | {"role": "system"}]}], "row 1: nothing that asks"),
         ([{"prompt": "a", "answer": "many"}], "row 1: the answer is not a number: many"),
         ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: either all rows must have an"),
         ([{"prompt": "a", "response": ""}], "row 1: an empty response"),

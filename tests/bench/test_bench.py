@@ -11,7 +11,6 @@ import torch
 import transformers
 from commands import command, is_refused, number, tables
 from common import ROOT
-from decoding import logits_after
 
 import train
 from bench import common, quality
@@ -103,7 +102,7 @@ def test_how_well_given_responses_are_predicted(toy):
     assert quality.given_responses(model, chat, [row, {"prompt": "a"}]) == []
 
 
-def test_first_masks_that_are_sure_and_wrong(toy):
+def test_masks_that_are_sure_and_wrong(toy):
     """One forward for each mask: prompt, a part of the response, one mask."""
     model, chat = toy
     mask_id = model.config.mask_token_id
@@ -113,43 +112,21 @@ def test_first_masks_that_are_sure_and_wrong(toy):
     texts[1] = texts[0]  # an answer to another question: its masks are wrong
     rows = [row | {"response": text} for row, text in zip(problems, texts)]
     examples = quality.given_responses(model, chat, rows)
-    expected = [0, 0, 0]
+    losses = []
+    num_sure = num_wrong = 0
     for example in examples:
         for place in range(example.prompt_length, len(example.tokens) - 1):
             ids = torch.tensor([[*example.tokens[:place], mask_id]])
             hidden = model(ids, torch.arange(place + 1)[None], None)
             probs = model.logits(hidden[0, -1:])[0].softmax(-1)
-            is_sure = probs.max() >= 0.95
-            expected[0] += 1
-            expected[1] += bool(is_sure)
-            expected[2] += bool(is_sure and probs.argmax() != example.tokens[place + 1])
-    assert quality.first_masks(model, examples) == tuple(expected)
-    assert expected[0] > expected[1] > expected[2] > 0
-
-
-def test_wrong_tokens_that_would_be_accepted(toy):
-    """Along the response, whatever was accepted; one wrong token ends what a forward gives."""
-    model, chat = toy
-    rows = common.read_problems(ROOT / "toy/test.jsonl", 8)
-    examples = quality.given_responses(model, chat, rows)
-    num_wrong = num_forwards = 0
-    for example in examples:
-        place = example.prompt_length
-        while place < len(example.tokens):
-            num_forwards += 1
-            logits = logits_after(model, example.tokens[:place], 4)
-            place += 1
-            for probs in logits[1:].softmax(-1):
-                if place == len(example.tokens) or probs.max() < 0.5:
-                    break
-                place += 1
-                if probs.argmax() != example.tokens[place - 1]:
-                    num_wrong += 1
-                    break
-    num_tokens = sum(len(each.tokens) - each.prompt_length for each in examples)
-    [table] = tables(quality.wrong_tokens(model, examples, {"": Options(tau=0.5)}, rows=3))
-    assert table[""][:2] == [f"{num_tokens / num_forwards:.2f}", str(num_wrong)]
-    assert num_wrong > 3 and sum(map(int, table[""][3:6])) == num_wrong
+            losses.append(-probs[example.tokens[place + 1]].log().item())
+            num_sure += bool(probs.max() >= 0.95)
+            num_wrong += bool(probs.max() >= 0.95 and probs.argmax() != example.tokens[place + 1])
+    loss = sum(losses) / len(losses)
+    expected = f"{loss:.3f} nats/token; {num_sure / len(losses):.1%} pass 0.95; "
+    expected += f"of these {num_wrong / num_sure:.1%} are wrong ({num_wrong} of {num_sure})"
+    assert quality.masks(model, examples) == expected
+    assert len(losses) > num_sure > num_wrong > 0
 
 
 def test_accuracy_against_that_of_another():
@@ -164,15 +141,15 @@ def test_the_table_of_qualities():
     sft = str(ROOT / "toy/sft")
     words = ("--limit", 12, "--tau", 1, 0.5, "--against", sft)
     status, out, _ = command("bench.quality", *TOY, *words)
-    table, walked = tables(out)
-    assert status == 0 and list(table) == ["AR", "tau 0.5", sft] and list(walked) == ["tau 0.5"]
+    [table] = tables(out)
+    assert status == 0 and list(table) == ["AR", "tau 0.5", sft]
     assert f"| accuracy | points more than AR | points more than {sft} |" in " ".join(out.split())
     _, alone, _ = command("bench.quality", "--model", sft, *TOY[2:], "--limit", 12, "--tau", 1)
     [own] = tables(alone)
     assert table[sft][0] == own["AR"][0] and table[sft][2] == "+0.0 (+0.0 to +0.0)"
     assert number(table["AR"][0]) > 80 and table["AR"][3:] == ["1.00", "0.0%", "12 of 12"]
     assert number(table["tau 0.5"][3]) > 2
-    assert "The responses in --data: " in out
+    assert "The responses in --data: " in out and "One mask after each of their tokens: " in out
 
 
 def test_another_tokenizer_would_read_other_text(tmp_path, monkeypatch):
