@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,8 @@ import experiments.paper.__main__ as paper
 from bench.common import mean_and_interval
 from decode import generate
 from experiments.paper.jacobi import jacobi
-from experiments.paper.report import ONE
+from experiments.paper.report import ONE, with_interval
+from plumbing.errors import UserError
 from toy.make import problem
 
 
@@ -30,7 +32,7 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "HARD_TEST_ROWS", 3)
     monkeypatch.setattr(paper, "WORK", str(tmp_path / "work"))
     monkeypatch.setattr(paper, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(paper, "write_report", lambda paths, out: None)
+    monkeypatch.setattr(paper.report, "write_report", lambda folder: None)
     monkeypatch.setattr(sys, "argv", ["paper"])
     ways = (ONE, "paper 0.5", "ours 0.5", "entropy 0.1", "lossless")
     mars = replace(paper.ARMS["mars-4"], ways=ways, num_seeds=1)
@@ -58,20 +60,49 @@ def test_from_nothing_to_a_report(tmp_path, monkeypatch):
 
 
 def test_the_committed_records_draw_the_committed_report(tmp_path, monkeypatch):
-    """Except for the intervals, whose samples NumPy draws. And lossless is as right as AR."""
+    """Except for the intervals, whose samples NumPy draws. And lossless is as right as AR.
+
+    Every record is of an arm that can be run again; four were not.
+    """
     shutil.copytree(paper.RESULTS / "cache", tmp_path / "cache")
     monkeypatch.setattr(paper, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["paper"])
     monkeypatch.delattr(paper, "complete")
     paper.main()
     made, committed = (
-        re.sub(r"\(\S+ to \S+\)", "", (folder / "paper.md").read_text()).replace("-", "").split()
+        re.sub(r"\(\S+ to \S+\)", "", (folder / "paper.md").read_text()).split()
         for folder in (tmp_path, ROOT / "experiments/results")
     )
     assert made == committed
+    arms = [path.stem.rpartition("-")[0] for path in (tmp_path / "cache").iterdir()]
+    assert Counter(arms) == {name: arm.num_seeds for name, arm in paper.ARMS.items()}
     for seed in range(3):
         decoded = json.loads(paper.record_path("mars-4", seed).read_text())["decoded"]
+        assert list(decoded) == list(paper.ALL_WAYS)
         assert decoded["lossless"]["right"] == decoded[ONE]["right"]
+
+
+def test_records_of_several_commits(tmp_path, monkeypatch):
+    """One seed's record was deleted; another rule made it anew, and was averaged in silently."""
+    shutil.copytree(paper.RESULTS / "cache", tmp_path / "cache")
+    monkeypatch.setattr(paper, "RESULTS", tmp_path)
+    monkeypatch.setattr(paper, "this_commit", lambda: "abc1234")
+    monkeypatch.setattr(sys, "argv", ["paper"])
+    monkeypatch.delattr(paper, "complete")
+    path = paper.record_path("ar", 1)
+    record = json.loads(path.read_text())
+    path.unlink()
+    with pytest.raises(UserError, match="records of abc1234 and c71ca89"):
+        paper.main()
+    path.write_text(json.dumps(record | {"commit": "abc1234"}))
+    with pytest.raises(UserError, match="records of abc1234 and c71ca89"):
+        paper.main()
+
+
+def test_no_negative_zero():
+    """The rounding of a mean near 0 turned "+0.0" in a committed page into "-0.0"."""
+    assert with_interval(np.array([-1e-9, -1e-9]), 1, "+") == "+0.0 (+0.0 to +0.0)"
+    assert with_interval(np.array([-1.0, -1.0]), 1, "+") == "-1.0 (-1.0 to -1.0)"
 
 
 def test_intervals():
