@@ -5,6 +5,7 @@
 # (their README.md makes them).
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/all.sh > cpu.md
+# LLAMA may have the addresses of two servers of llama.cpp with Qwen2.5 (docs/speed.md starts them).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -57,7 +58,14 @@ for name in smollm2 qwen2.5; do
     done
     gsm8k="--data bench/data/gsm8k/test.jsonl --max-new 64"
     speed $model $gsm8k --limit 4 --transformers --rows 1 --rounds 9
-    speed $model --data bench/data/code/test.jsonl --limit 10 --max-new 128 --transformers --rows 1 --rounds 3
+    servers=
+    [ $name = qwen2.5 ] && servers=${LLAMA:+--llama-cpp $LLAMA}
+    for kind in change fix explain complete; do
+        grep "\"kind\": \"$kind\"" bench/data/code/test.jsonl > "$work/$kind.jsonl"
+        speed $model --data "$work/$kind.jsonl" --max-new 128 --rounds 1 $servers
+    done
+    speed $model --data bench/data/gsm8k/test.jsonl --limit 12 --max-new 128 --rounds 1 $servers
+    speed $model --data bench/data/plain/test.jsonl --limit 20 --max-new 128 --rounds 1
     speed $model $gsm8k --limit 8 --transformers --rows 8 --rounds 3
     speed $model $gsm8k --limit 4 --temperature 1 --rows 1
 done
