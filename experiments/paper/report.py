@@ -1,4 +1,4 @@
-"""Tables from the records that this folder keeps; the text is claims.md.
+"""Tables from the records in experiments/results/cache, for experiments/results/paper.md.
 
 A figure is the mean over seeds and problems. Its 95 % interval is a bootstrap over problems: it is
 for other problems and the same seeds. All models answer the same problems, and a difference is
@@ -53,7 +53,7 @@ def with_interval(by_problem: np.ndarray, digits: int, sign: str = "") -> str:
     return f"{mean} ({low} to {high})"
 
 
-# ------------------------------------------------------------------------- the fields of claims.md
+# ------------------------------------------------------------------------- the tables of paper.md
 
 
 UNITS = {accuracy: ("accuracy, %", 1), nats: ("nats per token", 4)}  # with digits
@@ -120,13 +120,12 @@ def read_records(folder: Path, *commits: str) -> Records:
 
 
 def write_report(folder: Path) -> None:
-    """Write FOLDER/paper.md from the records in FOLDER/cache."""
+    """Fill in the tables of FOLDER/paper.md from the records; each stands after its name."""
     records = read_records(folder)
     first = records["sft"][0]
+    num_models = sum(map(len, records.values()))
     fields = {
-        "models": str(sum(map(len, records.values()))),
-        "commit": first["commit"],
-        "made": first["made"],
+        "made": f"{num_models} models of commit {first['commit']}; {first['made']}",
         "one_token": show(records, TRAINED, ["AR SFT", "MARS, B = 4"]),
         "one_token_nats": show(records, TRAINED, measure=nats),
         "tau_4": show(records, by_tau(4, PAPER)),
@@ -136,5 +135,9 @@ def write_report(folder: Path) -> None:
         "untrained": show(records, UNTRAINED),
         "added": show(records, ADDED),
     }
-    template = Path(__file__).with_name("claims.md").read_text(encoding="utf-8")
-    (folder / "paper.md").write_text(template.format(**fields), encoding="utf-8")
+    page = (folder / "paper.md").read_text(encoding="utf-8")
+    for name, text in fields.items():
+        before, mark, after = page.partition(f"<!-- {name} -->\n\n")
+        _, _, after = after.partition("\n\n")  # without the old table
+        page = f"{before}{mark}{text}\n\n{after}"
+    (folder / "paper.md").write_text(page, encoding="utf-8")
