@@ -243,8 +243,13 @@ class Decoder:
     weights change, make a new decoder: the cache holds what the old ones computed.)
     """
 
-    def __init__(self, model: Qwen2, options: Options, rows: int, longest: int):
-        """longest: the most tokens that a prompt and its answer may have together."""
+    def __init__(
+        self, model: Qwen2, options: Options, rows: int, longest: int, method=None, cache=None
+    ):
+        """longest: the most tokens that a prompt and its answer may have together.
+
+        method, cache: instead of the options' (a Method, a KVCache).
+        """
         config = model.config
         if config.mask_token_id is None:
             raise UserError("the model has no mask token; load it with model.load")
@@ -252,12 +257,14 @@ class Decoder:
         self.config = config
         self.longest = min(longest, config.max_position_embeddings)
         self.block = options.block or config.block or 4  # B
-        if options.is_lossless:
+        if method is not None:
+            self.method = method
+        elif options.is_lossless:
             on_cpu = model.device.type == "cpu"
             self.method = Lossless(self.block, config.mask_token_id, on_cpu, is_batch=rows > 1)
         else:
             self.method = Threshold(self.block, config.mask_token_id, options.metric, options.guard)
-        self.cache = make_cache(model, rows, self.longest, self.method.widest, options)
+        self.cache = cache or make_cache(model, rows, self.longest, self.method.widest, options)
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
         self.dice = Dice(options.seed, config.vocab_size)
         self.model = fast_copy(model, options.compile)

@@ -30,7 +30,9 @@ import torch
 
 import train
 from bench import common
-from decode import Decoder, Options, Sequence
+from decode import Decoder, Options, Sequence, Threshold
+from kv_cache import KVCache
+from lossless import Lossless
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
@@ -100,16 +102,23 @@ class Answer(NamedTuple):
 class Ours:
     """Our decoder, made (and compiled) once for all calls."""
 
-    def __init__(self, model: Qwen2, rows: int, longest: int, **options):
-        self.decoder = Decoder(model, Options(**options), rows, longest)
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
 
     def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
+        for row in range(len(self.decoder.cache.lengths)):
+            self.decoder.cache.begin(row)  # what it holds of an earlier call is not used
         sequences = [self.decoder.add(prompt, max_new=max_new) for prompt in prompts]
         for _ in self.decoder:
             pass
-        scheduler = self.decoder.scheduler
-        scheduler.sequences = [None] * len(scheduler.sequences)  # what its rows hold is not reused
         return sequences
+
+
+class NoCache(KVCache):
+    """Every forward computes the whole text. (So each has another width: it is never compiled.)"""
+
+    def commit(self, counts: list[int]) -> None:
+        pass
 
 
 class Theirs:
@@ -180,8 +189,13 @@ class LlamaServer:
 
 def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
     """Functions of prompts and max_new that give sequences."""
-    options = {"compile": args.compile, "temperature": args.temperature}
-    ours = functools.partial(Ours, model, rows, longest, **options)
+    mask_id = model.config.mask_token_id
+    block = model.config.block or 4
+
+    def ours(method=None, **settings) -> Ours:
+        options = Options(compile=args.compile, temperature=args.temperature, **settings)
+        return Ours(Decoder(model, options, rows, longest, method))
+
     ways = {}
     if args.transformers:
         theirs = Theirs(model)
@@ -195,15 +209,23 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
         return ways
     ways[f"tau {args.tau:g}"] = ours(tau=args.tau)
     if args.block_caches:
-        ways["no cache"] = ours(tau=args.tau)
-        ways["no cache"].decoder.cache.commit = lambda counts: None  # so it computes the whole text
+        method = Threshold(block, mask_id, "probability")
+        capacity = longest + method.widest
+        settings = {"device": model.device, "dtype": model.dtype, "widest": method.widest}
+        cache = NoCache(model.config, rows, capacity, **settings)
+        options = Options(tau=args.tau, temperature=args.temperature)
+        ways["no cache"] = Ours(Decoder(model, options, rows, longest, method, cache))
         for size in BLOCK_CACHES:
             ways[f"blocks of {size}"] = ours(tau=args.tau, block_cache=size)
         return ways
     ways["lossless"] = ours()
     if rows == 1:
-        ways["lossless, no lookup"] = ours()
-        ways["lossless, no lookup"].decoder.method.asks_text = False
+        on_cpu = model.device.type == "cpu"
+        masks_alone = Lossless(block, mask_id, positions_cost=on_cpu, is_batch=False)
+        masks_alone.asks_text = False
+        ways["lossless, masks alone"] = ours(masks_alone)
+        look_up = Lossless(0, mask_id, positions_cost=False, is_batch=False)  # groups of no masks
+        ways["lossless, look-up alone"] = ours(look_up)
     return ways
 
 

@@ -139,7 +139,7 @@ class Scheduler:
         if all(sequence.done for sequence in self.held_back):
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
-        new = [row for row in running if self.cache.lengths[row] < running[row].prompt_length]
+        new = [row for row, each in running.items() if not each.num_accepted]  # no forward yet
         rows = []
         if new:
             rows = self.that_fit(new)

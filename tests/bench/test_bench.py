@@ -13,9 +13,10 @@ from commands import command, is_refused, number, tables
 from common import ROOT
 
 import train
-from bench import common, quality
+from bench import common, quality, speed
 from decode import Options, generate
 from model import load
+from plumbing import scheduler
 from plumbing.chat import Chat
 from plumbing.sampling import dice
 
@@ -209,6 +210,7 @@ def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, num_tie
 # ---------------------------------------------------------------------------------------- speed
 
 SAME, TOKENS, POSITIONS = -3, -2, -1  # columns
+ALONE = {"lossless, masks alone", "lossless, look-up alone"}  # at one row
 
 
 def test_the_table_of_speeds():
@@ -216,11 +218,13 @@ def test_the_table_of_speeds():
     [table] = tables(out)
     assert status == 0 and number(table["AR"][1]) == 1 and number(table["AR"][POSITIONS]) == 1
     assert number(table["lossless"][TOKENS]) > number(table["tau 0.95"][TOKENS]) > 2
-    assert (
-        25 > number(table["lossless"][POSITIONS]) >= number(table["lossless, no lookup"][POSITIONS])
+    both, masks, look_up = (
+        table[name] for name in ("lossless", "lossless, masks alone", "lossless, look-up alone")
     )
-    for name in ("AR", "lossless", "lossless, no lookup"):
-        assert table[name][SAME] == "4 of 4", "the text of AR"
+    assert 25 > number(both[POSITIONS]) >= number(masks[POSITIONS])
+    assert number(masks[TOKENS]) > 2 > number(look_up[TOKENS]) > 1
+    for cells in (table["AR"], both, masks, look_up):
+        assert cells[SAME] == "4 of 4", "the text of AR"
 
 
 def test_the_table_of_block_caches():
@@ -236,13 +240,27 @@ def test_the_table_of_block_caches():
     assert positions["no cache"] > 40 > positions["blocks of 256"]
 
 
+def test_only_first_forwards_are_prefills_without_a_cache(toy, monkeypatch):
+    """All were: so no --compile, and rows that did not fit a prefill's positions took turns."""
+    model, chat = toy
+    monkeypatch.setattr(scheduler, "PREFILL", 1)
+    args = SimpleNamespace(transformers=False, llama_cpp=[], shape=None, block_caches=True)
+    args.tau, args.temperature, args.compile = 0.95, 0, False
+    decoder = speed.make_ways(model, rows=3, longest=200, args=args)["no cache"].decoder
+    sequences = [decoder.add(prompt, max_new=12) for prompt in toy_prompts(chat, 3)]
+    num_steps = 0
+    while decoder.step():
+        num_steps += 1
+    assert num_steps == 3 + max(each.forwards for each in sequences) - 1
+
+
 def test_next_to_transformers(monkeypatch):
     """transformers' own model around our tensors says the same."""
     words = ("--limit", 3, "--rounds", 1, "--rows", 1, 3, "--max-new", 12, "--device", "cpu")
     status, out, err = command("bench.speed", *TOY, "--transformers", *words)
     assert status == 0, err
     alone, batch = tables(out)
-    assert alone.keys() - batch.keys() == {"prompt lookup", "lossless, no lookup"}
+    assert alone.keys() - batch.keys() == {"prompt lookup", *ALONE}
     assert alone["transformers"][1] == alone["AR"][2] == "1.00 (1.00 to 1.00)"
     for cells in [*alone.values(), *batch.values()]:
         assert cells[SAME] == "3 of 3", "the text of transformers"
