@@ -37,6 +37,7 @@ from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.config import config_json
+from plumbing.cpu import fast_copy
 from plumbing.data import Example
 from plumbing.errors import failure_as, require, run_main
 
@@ -187,14 +188,14 @@ class LlamaServer:
             return Answer(answer["tokens"], forwards)
 
 
-def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
-    """Functions of prompts and max_new that give sequences."""
+def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
+    """Functions of prompts and max_new that give answers; all our decoders share `fast`."""
     mask_id = model.config.mask_token_id
     block = model.config.block or 4
 
     def ours(method=None, **settings) -> Ours:
         options = Options(compile=args.compile, temperature=args.temperature, **settings)
-        return Ours(Decoder(model, options, rows, longest, method))
+        return Ours(Decoder(fast, options, rows, longest, method))
 
     ways = {}
     if args.transformers:
@@ -214,7 +215,7 @@ def make_ways(model: Qwen2, rows: int, longest: int, args) -> dict:
         settings = {"device": model.device, "dtype": model.dtype, "widest": method.widest}
         cache = NoCache(model.config, rows, capacity, **settings)
         options = Options(tau=args.tau, temperature=args.temperature)
-        ways["no cache"] = Ours(Decoder(model, options, rows, longest, method, cache))
+        ways["no cache"] = Ours(Decoder(fast, options, rows, longest, method, cache))
         for size in BLOCK_CACHES:
             ways[f"blocks of {size}"] = ours(tau=args.tau, block_cache=size)
         return ways
@@ -233,11 +234,12 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
     """Print tokens per second, for every --rows."""
     prompts = common.encode(chat, problems)
     longest = max(map(len, prompts)) + args.max_new
+    fast = fast_copy(model, args.compile)
     for rows in args.rows:
         asked = prompts
         if args.shape:  # random weights end no answer early: one batch is enough
             asked = prompts[:rows]
-        ways = make_ways(model, rows, longest, args)
+        ways = make_ways(model, fast, rows, longest, args)
         work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
         answers, milliseconds = in_turn(work, args.rounds, model.device)
         prefill = {name: functools.partial(way, asked, max_new=1) for name, way in ways.items()}

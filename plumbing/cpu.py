@@ -24,8 +24,11 @@ def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
     """The same weights, with one product where several have the same input.
 
     On a CPU all matrices are copied into a faster layout, too (but torch.compile has its own). On a
-    GPU it pays only for a compiled model, and takes memory: else that is the model itself.
+    GPU it pays only for a compiled model, and takes memory: else that is the model itself. So it is
+    for a model that is such a copy already: several decoders can share one.
     """
+    if "project" in vars(model):
+        return model
     if model.device.type != "cpu" and not is_compiled:
         return model
     if model.device.type == "cpu":

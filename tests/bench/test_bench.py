@@ -246,7 +246,7 @@ def test_only_first_forwards_are_prefills_without_a_cache(toy, monkeypatch):
     monkeypatch.setattr(scheduler, "PREFILL", 1)
     args = SimpleNamespace(transformers=False, llama_cpp=[], shape=None, block_caches=True)
     args.tau, args.temperature, args.compile = 0.95, 0, False
-    decoder = speed.make_ways(model, rows=3, longest=200, args=args)["no cache"].decoder
+    decoder = speed.make_ways(model, model, rows=3, longest=200, args=args)["no cache"].decoder
     sequences = [decoder.add(prompt, max_new=12) for prompt in toy_prompts(chat, 3)]
     num_steps = 0
     while decoder.step():

@@ -42,6 +42,7 @@ def test_a_fast_copy_is_the_same_model(dtype, shape, is_compiled, small, monkeyp
     monkeypatch.setattr(cpu, "SMALL", small)
     model = tiny(0, dtype, shape)
     fast = cpu.fast_copy(model, is_compiled)
+    assert cpu.fast_copy(fast, is_compiled) is fast, "so decoders can share one"
     for T in (1, 2, 9, 25, 60):
         found, expected = outputs(fast, T), outputs(model, T)
         seen = expected > float("-inf")
