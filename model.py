@@ -21,6 +21,7 @@ from tokenizers import AddedToken
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from plumbing.arguments import available_device
 from plumbing.chat import MASK, Chat
 from plumbing.config import check_config, read_config
 from plumbing.errors import UserError
@@ -299,8 +300,9 @@ def load_model(directory: Path, device="cpu", dtype=torch.float32) -> Qwen2:
 
     A Llama without biases becomes a Qwen2 whose q, k and v biases are zero.
     """
+    device = available_device(device)
     config = read_config(directory, Config)
-    tensors = read_tensors(directory, torch.device(device), dtype)
+    tensors = read_tensors(directory, device, dtype)
     if "lm_head.weight" in tensors:  # some checkpoints have a head and still say that it is tied
         config.tie_word_embeddings = False
     with torch.device("meta"):

@@ -1,9 +1,7 @@
 """Command lines: errors in one line, numbers with a range, the options that every command has."""
 
 import argparse
-import sys
 from collections.abc import Callable
-from math import inf, isnan
 from numbers import Integral
 
 import torch
@@ -21,19 +19,13 @@ class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose help shows the defaults and whose errors are UserErrors."""
+    """An ArgumentParser whose help shows the defaults and whose errors are one line."""
 
     def __init__(self, description: str, **options):
         super().__init__(description=description, formatter_class=ShowDefaults, **options)
 
     def error(self, message: str) -> None:
-        """Raise UserError; where something is missing, it names an option that does not exist."""
-        typed = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")]
-        for word in typed:
-            is_known = any(option.startswith(word) for option in self._option_string_actions)
-            if not is_known and not message.startswith("argument "):
-                message = f"there is no {word}"
-        raise UserError(f"{message.removeprefix('argument ')} (see --help)")
+        raise UserError(f"{message} (see --help)")
 
     def add_model(
         self, default: str | None = None, help="directory or hub id (default: the bundled toy/mars)"
@@ -45,65 +37,58 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
 
 
-def problem_with(value: object, kind: type, least: float, below: float) -> str:
-    """What is wrong with a number that must be an int or a float with least <= value < below."""
-    is_number = isinstance(value, int if kind is int else int | float)
-    if not is_number or isinstance(value, bool) or isnan(value):
-        return f"must be a {'whole ' if kind is int else ''}number, not {value!r}"
-    if value < least:
-        return f"must be at least {least:g}, not {value}"
-    if value >= below:
-        return f"must be below {below:g}, not {value}"
-    return ""
-
-
-def number(kind: type = int, least: float = -inf, below: float = inf) -> Callable:
-    """An argparse type: an int or float with least <= value < below."""
+def number(kind: type, least: float, most: float = 10**9) -> Callable[[str], float]:
+    """An argparse type: an int or a float from `least` to `most`."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if problem := problem_with(value, kind, least, below):
-            raise argparse.ArgumentTypeError(problem)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {least} to {most}, not {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse says: invalid int value: 'x'
     return parse
 
 
-def check_number(name: str, value: object, kind: type, least=-inf, below=inf) -> None:
-    """Raise UserError if a value is not what `number` would let pass."""
-    if problem := problem_with(value, kind, least, below):
-        raise UserError(f"{name}: {problem}")
+def check_number(name: str, value: object, kind: type, least: float, most: float) -> None:
+    """Raise UserError for what `number` would refuse, or of another type: True, for one."""
+    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        expected = f"expected {kind.__name__} from {least} to {most}"
+        raise UserError(f"{name}: {expected}, not {value!r}")
 
 
 def check_tau(tau: float, metric: str) -> None:
     """Raise UserError for an impossible tau."""
     most = 100 if metric == "entropy" else 1  # nats, more than any vocabulary gives
-    check_number("tau", tau, float)
-    if not 0 <= tau <= most:
-        raise UserError(f"tau {tau}: must be between 0 and {most} for the metric {metric}")
+    check_number("tau", tau, float, 0, most)
 
 
-def check_request(prompt: object, max_new: object, vocab_size: int) -> None:
+def check_request(prompt: list[int], max_new: int, vocab_size: int) -> None:
     """Raise UserError for what would stop the forward of all rows: a float among token ids, say."""
-    is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
-    if not is_list or not all(isinstance(t, Integral) and 0 <= t < vocab_size for t in prompt):
+    if not prompt or not all(isinstance(t, Integral) and 0 <= t < vocab_size for t in prompt):
         raise UserError(f"a prompt must be a list of token ids below {vocab_size}, at least one")
-    check_number("max_new", max_new, int, least=1)
+    check_number("max_new", max_new, int, 1, 10**9)
 
 
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of --device and --dtype; auto is the first of cuda, mps and cpu there is."""
+    """Device and dtype of --device and --dtype."""
+    found = available_device(device)
+    if dtype is None:
+        dtype = "bfloat16" if found.type == "cuda" else "float32"
+    if found.type == "cpu" and dtype == "bfloat16" and not can_pack(torch.bfloat16):
+        note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
+    return found, getattr(torch, dtype)
+
+
+def available_device(name: str | torch.device) -> torch.device:
+    """The device of this name; auto is the first of cuda, mps and cpu that this machine has."""
     available = available_devices()
     names = {"auto": available[0], "cuda": "cuda:0"}
-    name = names.get(device, device)
-    if name not in available:
-        raise UserError(f"--device {device}: this machine has {', '.join(available)}")
-    if dtype is None:
-        dtype = "bfloat16" if name.startswith("cuda") else "float32"
-    if name == "cpu" and dtype == "bfloat16" and not can_pack(torch.bfloat16):
-        note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
-    return torch.device(name), getattr(torch, dtype)
+    found = names.get(str(name), str(name))
+    if found not in available:
+        raise UserError(f"device {name}: this machine has {', '.join(available)}")
+    return torch.device(found)
 
 
 def available_devices() -> list[str]:

@@ -36,17 +36,17 @@ def training_parser(description: str) -> Parser:
     parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "to start from; without weights: random ones")
     add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    add("--block", type=number(int, 1, 1000), default=4, help="B, masks in a block")
+    add("--block", type=number(int, 1, 999), default=4, help="B, masks in a block")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
-    add("--steps", type=number(int, 1, 10**9), help="number of steps, instead of --epochs")
+    add("--steps", type=number(int, 1), help="number of steps, instead of --epochs")
     add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
     help = "positions per forward (default: 1024 on a CPU, 4096 on a GPU)"
     add("--batch-tokens", type=number(int, 1), help=help)
     add("--checkpoint-layers", action="store_true", help="less memory: activations computed twice")
-    add("--lr", type=number(float, 0, 1e3), default=5e-6, help="peak learning rate")
+    add("--lr", type=number(float, 0, 1000), default=5e-6, help="peak learning rate")
     add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
     add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
-    add("--seed", type=number(int, 0, 2**63), default=0, help="for shuffling, new weights")
+    add("--seed", type=number(int, 0, 2**62), default=0, help="for shuffling, new weights")
     return parser
 
 

@@ -283,39 +283,6 @@ def test_a_full_block_waits_for_the_others_and_costs_no_forward():
 # ---------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"tau": float("nan")}, "tau: must be a number, not nan"),
-        ({"tau": 7}, "tau 7: must be between 0 and 1"),
-        ({"tau": -0.1, "metric": "entropy"}, "tau -0.1: must be between 0 and 100"),
-        ({"tau": "x"}, "tau: must be a number, not 'x'"),
-        ({"tau": True}, "tau: must be a number, not True"),
-        ({"block": "3"}, "block: must be a whole number, not '3'"),
-        ({"block": 2.5}, "block: must be a whole number, not 2.5"),
-        ({"block_cache": 2.0, "tau": 0.9}, "block_cache: must be a whole number, not 2.0"),
-        ({"max_new": None}, "max_new: must be a whole number, not None"),
-        ({"temperature": "x"}, "temperature: must be a number, not 'x'"),
-        ({"seed": 1.5}, "seed: must be a whole number, not 1.5"),
-        ({"metric": None}, "metric: must be one of probability, margin, entropy"),
-        ({"rows": 0}, "rows 0: must be at least 1"),
-        ({"metric": "entropy"}, "need a --tau"),
-        ({"block_cache": 4}, "need a --tau"),
-        ({"guard": True}, "need a --tau"),
-    ],
-)
-def test_options_that_cannot_run(options, message):
-    """In Python, as on the command line (test_refusals.py)."""
-    with pytest.raises(UserError, match=message):
-        generate(tiny_model(random.Random(0)), [[2, 3]], **options)
-
-
-def test_an_unknown_option_names_the_nearest():
-    """It was a TypeError of a constructor that the caller had not called."""
-    with pytest.raises(UserError, match="max_tokens: no such option; is it max_new?"):
-        generate(tiny_model(random.Random(0)), [[2, 3]], max_tokens=3)
-
-
 def test_a_model_has_so_many_positions():
     decoder = Decoder(tiny_model(random.Random(0)), Options(max_new=5), rows=1, longest=9999)
     decoder.add([2] * 507)
@@ -328,11 +295,3 @@ def test_a_model_without_a_mask_cannot_decode():
     model.config.mask_token_id = None
     with pytest.raises(UserError, match="no mask token; load it with model.load"):
         generate(model, [[2, 3]])
-
-
-def test_what_is_no_list_of_prompts(toy):
-    """It was "object of type 'int' has no len()"."""
-    model, prompts = toy
-    for wrong in (prompts[0], [None], ["abc"]):
-        with pytest.raises(UserError, match="a prompt must be a list of token ids"):
-            generate(model, wrong)

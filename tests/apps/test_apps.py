@@ -64,7 +64,7 @@ def test_a_conversation(monkeypatch, answers):
     assert second.widths[0] < 20 and third.widths[0] == 1  # only what is new
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 3
-    assert "tau 7.0: must be between 0 and 1" in errors[0] and "'x'" in errors[1]
+    assert "tau: expected float from 0 to 1, not 7.0" in errors[0] and "'x'" in errors[1]
     assert "/nonsense: no such command" in errors[2] and "/reset" in errors[2]
 
 

@@ -1,32 +1,46 @@
 """Options that are built in Python: the rules of the command line hold for them, too."""
 
-import contextlib
+from math import inf, nan
 
 import numpy as np
 import pytest
 from common import endless_model
 
-from decode import Decoder, Options
-from plumbing.arguments import check_tau
+from decode import Decoder, Options, generate
 from plumbing.errors import UserError
 
 
 @pytest.mark.parametrize(
-    "tau, metric, is_accepted",
+    "options, message",
     [
-        (0, "probability", True),
-        (1, "margin", True),
-        (1.1, "probability", False),
-        (3, "entropy", True),
-        (-1, "entropy", False),
-        (float("inf"), "entropy", False),
-        ("0.7", "probability", False),
+        ({"tau": nan}, "tau: expected float from 0 to 1, not nan"),
+        ({"tau": 1.1}, "tau: expected float from 0 to 1, not 1.1"),
+        ({"tau": True}, "tau: expected float from 0 to 1, not True"),
+        ({"tau": "0.7"}, "tau: expected float from 0 to 1, not '0.7'"),
+        ({"tau": -0.1, "metric": "entropy"}, "tau: expected float from 0 to 100, not -0.1"),
+        ({"tau": inf, "metric": "entropy"}, "tau: expected float from 0 to 100, not inf"),
+        ({"block": 0}, "block: expected int from 1 to 999, not 0"),
+        ({"block": 1000}, "block: expected int from 1 to 999, not 1000"),
+        ({"block": 2.5}, "block: expected int from 1 to 999, not 2.5"),
+        ({"block_cache": 0, "tau": 0.9}, "block_cache: expected int from 1 "),
+        ({"max_new": None}, "max_new: expected int from 1 "),
+        ({"temperature": inf}, "temperature: expected float from 0 "),
+        ({"seed": 2**70}, "seed: expected int from 0 "),
+        ({"metric": None}, "metric: must be one of probability, margin, entropy"),
+        ({"rows": 0}, "rows 0: must be at least 1"),
+        ({"metric": "entropy"}, "need a --tau"),
+        ({"block_cache": 4}, "need a --tau"),
+        ({"guard": True}, "need a --tau"),
     ],
 )
-def test_taus(tau, metric, is_accepted):
-    expected = contextlib.nullcontext() if is_accepted else pytest.raises(UserError, match="tau")
-    with expected:
-        check_tau(tau, metric)
+def test_options_that_cannot_run(options, message):
+    with pytest.raises(UserError, match=message):
+        generate(endless_model(), [[2, 3]], **options)
+
+
+def test_the_ends_of_a_range_can_run():
+    for tau, metric in ((0, "probability"), (1, "margin"), (3, "entropy"), (100, "entropy")):
+        Options(tau=tau, metric=metric, block=999)
 
 
 @pytest.mark.parametrize("number", [np.uint16(3), np.int8(3)])
@@ -36,12 +50,3 @@ def test_ids_of_kinds_of_numpy_are_a_prompt(number):
     theirs = decoder.add([number] * 20)
     list(decoder)
     assert theirs.tokens == ours.tokens
-
-
-@pytest.mark.parametrize(
-    "request_", [{"prompt": [0.5]}, {"tau": np.float16(0.5)}, {"max_new": np.int8(3)}, {"tau": 2}]
-)
-def test_a_request_that_would_stop_all_rows_in_a_forward(request_):
-    decoder = Decoder(endless_model(), Options(tau=0.5, max_new=10), rows=2, longest=40)
-    with pytest.raises(UserError):
-        decoder.add(**{"prompt": [3] * 20} | request_)
