@@ -9,12 +9,10 @@
 --llama-cpp takes the addresses of running servers (llama-server -m GGUF --port 8080): one without
 drafts, one with --spec-type ngram-simple. They get the same token ids.
 
---shape 0.5B replaces the model by random weights in the shape of that Qwen2.5. They cost what
-trained weights do but accept nothing, so only AR is decoded.
-
-A ratio is taken within a round, in which all settings run in turn; tables have the median and the
-range over rounds. Tokens per forward counts all tokens of an answer, its end of turn included, and
-all forwards of its row, the prefill included.
+--shape 0.5B replaces the model by random weights in the shape of that Qwen2.5, at the same cost;
+they accept nothing, so only AR is decoded. A ratio is taken within a round, in which all settings
+run in turn; tables have the median and the range over rounds. Tokens per forward counts the end of
+turn and the prefill, too.
 """
 
 import functools
@@ -30,7 +28,7 @@ import torch
 
 import train
 from bench import common
-from decode import Decoder, Options, Sequence, Threshold
+from decode import Decoder, Options, Sequence
 from kv_cache import KVCache
 from lossless import Lossless
 from model import Qwen2, load
@@ -52,8 +50,7 @@ def in_turn(
 ) -> tuple[dict, dict[str, list[float]]]:
     """Run all ways in turn, `rounds` times: a drift of the machine's speed hits all of them alike.
 
-    Returns each way's last result and its milliseconds in every round. Each way runs once before,
-    so that no start-up is timed.
+    Returns each way's last result and its milliseconds in every round; start-up is not timed.
     """
     results = {name: work() for name, work in ways.items()}
     milliseconds = {name: [] for name in ways}
@@ -100,19 +97,14 @@ class Answer(NamedTuple):
     forwards: int | None = None  # None: it does not tell
 
 
-class Ours:
-    """Our decoder, made (and compiled) once for all calls."""
-
-    def __init__(self, decoder: Decoder):
-        self.decoder = decoder
-
-    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Sequence]:
-        for row in range(len(self.decoder.cache.lengths)):
-            self.decoder.cache.begin(row)  # what it holds of an earlier call is not used
-        sequences = [self.decoder.add(prompt, max_new=max_new) for prompt in prompts]
-        for _ in self.decoder:
-            pass
-        return sequences
+def ours(decoder: Decoder, prompts: list[list[int]], max_new: int) -> list[Sequence]:
+    """By a decoder that is made (and compiled) once for all calls."""
+    for row in range(len(decoder.cache.lengths)):
+        decoder.cache.begin(row)  # what it holds of an earlier call is not used
+    sequences = [decoder.add(prompt, max_new=max_new) for prompt in prompts]
+    for _ in decoder:
+        pass
+    return sequences
 
 
 class NoCache(KVCache):
@@ -154,38 +146,24 @@ class Theirs:
                 **options,
             )
             for tokens in output[:, width:].tolist():
-                answers.append(Answer(up_to_end(tokens, self.ends)))
+                ends = [i for i, token in enumerate(tokens, 1) if token in self.ends]
+                answers.append(Answer(tokens[: ends[0]] if ends else tokens))  # the rest is padding
         return answers
 
 
-def up_to_end(tokens: list[int], ends: list[int]) -> list[int]:
-    """The tokens of an answer with its end of turn, without what comes after: padding."""
-    for count, token in enumerate(tokens, 1):
-        if token in ends:
-            return tokens[:count]
-    return tokens
-
-
-class LlamaServer:
-    """llama.cpp: a running llama-server with a GGUF file of the model, one prompt at a time."""
-
-    def __init__(self, address: str):
-        self.address = address
-
-    def __call__(self, prompts: list[list[int]], max_new: int) -> list[Answer]:
-        return [self.answer(prompt, max_new) for prompt in prompts]
-
-    def answer(self, prompt: list[int], max_new: int) -> Answer:
-        """Greedy. What the server holds of earlier prompts is not used."""
+def llama_server(address: str, prompts: list[list[int]], max_new: int) -> list[Answer]:
+    """By llama.cpp's server, greedily. What it holds of earlier prompts is not used."""
+    answers = []
+    for prompt in prompts:
         asked = {"prompt": prompt, "n_predict": max_new, "temperature": 0}
         asked |= {"cache_prompt": False, "return_tokens": True}
-        with failure_as(f"--llama-cpp {self.address}"):
-            with urlopen(Request(f"{self.address}/completion", json.dumps(asked).encode())) as said:
-                answer = json.load(said)
-            timings = answer["timings"]
+        with failure_as(f"--llama-cpp {address}"):
+            with urlopen(Request(f"{address}/completion", json.dumps(asked).encode())) as reply:
+                said = json.load(reply)
             # Each forward gives the drafts that it accepts and one token more.
-            forwards = timings["predicted_n"] - timings.get("draft_n_accepted", 0)
-            return Answer(answer["tokens"], forwards)
+            num_drafts = said["timings"].get("draft_n_accepted", 0)
+            answers.append(Answer(said["tokens"], said["timings"]["predicted_n"] - num_drafts))
+    return answers
 
 
 def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
@@ -193,9 +171,9 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
     mask_id = model.config.mask_token_id
     block = model.config.block or 4
 
-    def ours(method=None, **settings) -> Ours:
-        options = Options(compile=args.compile, temperature=args.temperature, **settings)
-        return Ours(Decoder(fast, options, rows, longest, method))
+    def add(name: str, method=None, cache=None, compile=args.compile, **settings) -> None:
+        options = Options(compile=compile, temperature=args.temperature, **settings)
+        ways[name] = functools.partial(ours, Decoder(fast, options, rows, longest, method, cache))
 
     ways = {}
     if args.transformers:
@@ -203,30 +181,27 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
         ways["transformers"] = functools.partial(theirs, rows=rows)
         if rows == 1:  # prompt lookup takes no batches
             ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
-    ways["AR"] = ours(tau=1.0)
+    add("AR", tau=1.0)
     for address in args.llama_cpp:
-        ways[f"llama.cpp {address}"] = LlamaServer(address)
+        ways[f"llama.cpp {address}"] = functools.partial(llama_server, address)
     if args.shape:  # random weights: no guess holds
         return ways
-    ways[f"tau {args.tau:g}"] = ours(tau=args.tau)
+    add(f"tau {args.tau:g}", tau=args.tau)
     if args.block_caches:
-        method = Threshold(block, mask_id, "probability")
-        capacity = longest + method.widest
-        settings = {"device": model.device, "dtype": model.dtype, "widest": method.widest}
-        cache = NoCache(model.config, rows, capacity, **settings)
-        options = Options(tau=args.tau, temperature=args.temperature)
-        ways["no cache"] = Ours(Decoder(fast, options, rows, longest, method, cache))
+        widest = 2 * block + 1
+        shape = (model.config, rows, longest + widest, model.device, model.dtype)
+        add("no cache", cache=NoCache(*shape, widest=widest), compile=False, tau=args.tau)
         for size in BLOCK_CACHES:
-            ways[f"blocks of {size}"] = ours(tau=args.tau, block_cache=size)
+            add(f"blocks of {size}", tau=args.tau, block_cache=size)
         return ways
-    ways["lossless"] = ours()
+    add("lossless")
     if rows == 1:
         on_cpu = model.device.type == "cpu"
         masks_alone = Lossless(block, mask_id, positions_cost=on_cpu, is_batch=False)
         masks_alone.asks_text = False
-        ways["lossless, masks alone"] = ours(masks_alone)
-        look_up = Lossless(0, mask_id, positions_cost=False, is_batch=False)  # groups of no masks
-        ways["lossless, look-up alone"] = ours(look_up)
+        add("lossless, masks alone", masks_alone)
+        # A block of no masks: the text's guesses alone.
+        add("lossless, look-up alone", Lossless(0, mask_id, positions_cost=False, is_batch=False))
     return ways
 
 
@@ -242,11 +217,6 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         ways = make_ways(model, fast, rows, longest, args)
         work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
         answers, milliseconds = in_turn(work, args.rounds, model.device)
-        prefill = {name: functools.partial(way, asked, max_new=1) for name, way in ways.items()}
-        begin = milliseconds
-        if args.llama_cpp:
-            _, begin = in_turn(prefill, args.rounds, model.device)
-
         first = next(iter(ways))
         per_second = {}
         cells = {}
@@ -257,16 +227,19 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
             cells[name] = [f"{num_same} of {len(found)}", "", ""]
             if found[0].forwards:
                 cells[name][1] = f"{common.tokens_per_forward(found):.2f}"
-            if isinstance(ways[name], Ours):
+            if isinstance(found[0], Sequence):
                 cells[name][2] = f"{common.positions_per_forward(found):.1f}"
-            if args.llama_cpp:
-                rest = [whole - start for whole, start in zip(milliseconds[name], begin[name])]
-                after = 1000 * (num_tokens - len(found)) / statistics.median(rest)
-                cells[name].append(f"{after:.2f}")
         head = [f"same as {first}", "tokens/forward", "positions/forward"]
-        if args.llama_cpp:
-            head.append("tok/s after each first token")
         print_table(f"rows: {rows}", "tok/s", per_second, head, cells)
+        if args.llama_cpp:
+            work = {name: functools.partial(way, asked, max_new=1) for name, way in ways.items()}
+            _, begin = in_turn(work, args.rounds, model.device)
+            after = {}
+            for name, found in answers.items():
+                rest = sum(len(answer.tokens) - 1 for answer in found)
+                taken = zip(milliseconds[name], begin[name])
+                after[name] = [1000 * rest / (whole - prefill) for whole, prefill in taken]
+            print_table("after each first token", "tok/s", after)
 
 
 # ----------------------------------------------------------------------- a forward, a training step
@@ -326,13 +299,7 @@ def main() -> None:
     parser = Parser("Speed of decoding: all settings in turn, in one run.")
     add = parser.add_argument
     add("--transformers", action="store_true", help="next to transformers' generate")
-    add(
-        "--llama-cpp",
-        nargs="+",
-        default=[],
-        metavar="ADDRESS",
-        help="next to llama-server, one row",
-    )
+    add("--llama-cpp", nargs="+", default=[], metavar="ADDRESS", help="next to llama-server")
     add("--block-caches", action="store_true", help="tau with the paper's cache, not lossless")
     add("--widths", action="store_true", help="what a forward of more positions costs, instead")
     add("--training", action="store_true", help="a step of --rows examples, instead")
