@@ -49,11 +49,14 @@ def describe(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def hide_interrupt(kind: type, error: BaseException, trace: object) -> None:
+    """As sys.excepthook of a script: Ctrl-C while torch is imported, too, needs no traceback."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, trace)
+
+
 def run_main(main: Callable[[], None], out_of_memory="use smaller batches or fewer rows") -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed, as by `>&-` in a shell
-            setattr(sys, name, open(os.devnull, mode))
     try:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
