@@ -35,6 +35,7 @@ from plumbing import checkpoints, processes
 from plumbing.arguments import Parser, number
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
+from plumbing.hub import locate
 from plumbing.runs import Run, training_parser
 from train import Recipe, Streams, fill_forwards, hidden_states, lay_out, weighted_cross_entropy
 
@@ -209,6 +210,8 @@ def main() -> None:
     args = make_parser().parse_args()
     if dist.is_torchelastic_launched():
         raise UserError("torchrun is for train.py; this runs in one process")
+    if not any(locate(args.model).glob("model*.safetensors*")):
+        raise UserError(f"{args.model}: no weights to keep; train.py begins with random ones")
     progress, model, data, recipe = train.prepare(args, args.block)
     recipe = replace(recipe, ar_weight=args.hold)
     start, _ = load(args.model, model.device, recipe.dtype)  # stays as it is

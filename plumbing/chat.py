@@ -59,6 +59,8 @@ class Chat:
         if isinstance(messages, str) or not all({"role", "content"} <= set(m) for m in messages):
             raise UserError('messages: expected a list of {"role": "user", "content": "..."}')
         text = self.prompt(messages)
+        if "\0" in text:
+            raise UserError("a character of the code 0; is the file damaged?")
         for message in messages:
             # Qwen3's template drops former thoughts, and Qwen2.5's some roles.
             said = message["content"].split("</think>")[-1]

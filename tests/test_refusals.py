@@ -11,6 +11,7 @@ from common import ROOT
 USUAL = {
     "decode": (*MARS, "--prompt", PROMPT),
     "train": ("--model", ROOT / "toy/sft", "--data", "data.jsonl", "--out", "out"),
+    "apps.low_rank": ("--data", "data.jsonl", "--out", "out"),
     "apps.batch": MARS,
     "apps.trace": (*MARS, "--prompt", PROMPT),
     "bench.quality": MARS,
@@ -57,6 +58,8 @@ BAD_OPTIONS = [
     ("train --data broken.jsonl", "broken.jsonl:2: not JSON"),
     # The data come first: a model may have to be downloaded.
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
+    # It said, too, that training begins with random weights.
+    (f"apps.low_rank --model {ROOT / 'toy/base'}", "toy/base: no weights to keep; train.py begins"),
     ("apps.batch x.jsonl", "x.jsonl: No such file or directory"),
     ("apps.trace page.html --prompt ' '", "--prompt is empty"),
     ("apps.trace --max-new 2 --tau 1 data.jsonl/x.html", "error: data.jsonl: no such directory"),
@@ -112,6 +115,7 @@ REPLY = {"role": "assistant", "content": "Ho"}
         (b'{"prompt": "?"}\n["hello"]', "in:2: not a JSON object"),
         (b'[\n{"prompt": "?"}\n]', "in: one JSON array; expected a prompt per line"),
         (b"ok\n\ncaf\xe9\n", "in:3: not UTF-8"),
+        (b"ok\n\0\0\0\0\n", "in:2: a character of the code 0"),  # after a crash of the machine
         (b"[" * 100_000, "in:1: a prompt of 100"),  # a RecursionError
         ({"query": "?"}, "in:2: neither messages nor a prompt"),
         ({"messages": []}, "in:2: neither messages nor a prompt"),
