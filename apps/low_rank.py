@@ -7,8 +7,9 @@ are train.py's. There all weights learn, and what masks learn changes what the m
   * a matrix W becomes W + left @ right, and only `left` learns. The K rows of `right` are
     directions of W's input: a change along these is felt by masks, and hardly by clean tokens;
   * of the embedding only the row of `<|mask|>` learns;
-  * the loss is noisy + WEIGHT * drift: the cross-entropy of the masks, and KL(start || model) of
-    the clean stream's predictions. start is the model as it was. In the log drift is called clean;
+  * the loss is noisy + WEIGHT * drift: the cross-entropy of the masks, and KL(original || model)
+    of the clean stream's predictions. In the log drift is called clean. If masks were trained
+    before, --original names the model before that: the drift of all trainings is held, together;
   * a row with `"masks": false` has no masks. That is for answers that were drawn at a temperature:
     masks should guess the likeliest answer.
 The model that is saved is an ordinary one. To find the directions takes 8 bytes per layer and
@@ -73,21 +74,21 @@ def clean_states(model: Qwen2, inputs: Streams) -> Tensor:
     return result
 
 
-def losses(model: Qwen2, inputs: Streams, start: Qwen2) -> tuple[Tensor, Tensor]:
+def losses(model: Qwen2, inputs: Streams, original: Qwen2) -> tuple[Tensor, Tensor]:
     """(noisy, drift): what one forward adds to each loss of its step."""
 
-    def divergence(hidden: Tensor, start_hidden: Tensor) -> Tensor:
+    def divergence(hidden: Tensor, original_hidden: Tensor) -> Tensor:
         log_probs = model.logits(hidden).log_softmax(-1)
-        start_log_probs = start.logits(start_hidden).log_softmax(-1)
-        gaps = start_log_probs - log_probs
-        gaps = gaps.masked_fill(start_log_probs.isneginf(), 0)  # of `<|mask|>`: -inf in both
-        return (start_log_probs.exp() * gaps).sum(-1)
+        original_log_probs = original.logits(original_hidden).log_softmax(-1)
+        gaps = original_log_probs - log_probs
+        gaps = gaps.masked_fill(original_log_probs.isneginf(), 0)  # `<|mask|>`: -inf in both
+        return (original_log_probs.exp() * gaps).sum(-1)
 
     hidden = hidden_states(model, inputs)
     noisy = weighted_cross_entropy(model, hidden, inputs.target, inputs.noisy_weight)
     at = inputs.clean_weight.nonzero(as_tuple=True)
-    start_hidden = clean_states(start, inputs)
-    each = model.in_chunks(divergence, hidden[at], start_hidden[at])
+    original_hidden = clean_states(original, inputs)
+    each = model.in_chunks(divergence, hidden[at], original_hidden[at])
     return noisy, (each * inputs.clean_weight[at]).sum()
 
 
@@ -199,7 +200,8 @@ def find_directions(model: Qwen2, data: Dataset, recipe: Recipe) -> None:
 def make_parser() -> Parser:
     parser = training_parser("Train masks along directions that clean tokens hardly use.")
     add = parser.add_argument
-    hold_help = "weight of the clean stream's divergence from --model"
+    add("--original", metavar="MODEL", help="which model's predictions to hold (default: --model)")
+    hold_help = "weight of the clean stream's divergence from them"
     add("--hold", type=number(float, 0, 1e6), default=8.0, metavar="WEIGHT", help=hold_help)
     add("--rank", type=number(int, 1), default=85, help="K, directions per matrix")
     parser.set_defaults(lr=3e-4)
@@ -214,14 +216,16 @@ def main() -> None:
         raise UserError(f"{args.model}: no weights to keep; train.py begins with random ones")
     progress, model, data, recipe = train.prepare(args, args.block)
     recipe = replace(recipe, ar_weight=args.hold)
-    start, _ = load(args.model, model.device, recipe.dtype)  # stays as it is
+    original, _ = load(args.original or args.model, model.device, recipe.dtype)
+    if original.config.vocab_size != model.config.vocab_size:
+        raise UserError(f"--original {args.original}: another vocabulary than --model's")
     model.to(recipe.dtype)  # only what learns needs float32
     restrict(model, args.rank)
     if not progress["step"]:  # else its checkpoint has the directions
         torch.manual_seed(args.seed)  # of svd_lowrank
         find_directions(model, data, recipe)
     held_out = forward_inputs(data.held_out, recipe)
-    hold = functools.partial(losses, start=start)
+    hold = functools.partial(losses, original=original)
     gradients = functools.partial(train.add_gradients, forward_inputs=forward_inputs, losses=hold)
     with Run(args.out, progress, data, recipe.steps, merged) as run:
         stop = train.train(model, held_out, run, recipe, gradients)

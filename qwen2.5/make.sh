@@ -3,20 +3,21 @@
 # Killed at any time, it goes on where it stopped. README.md makes qwen2.5/original; then
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     qwen2.5/make.sh GSM8K/train.jsonl IFEVAL/input_data.jsonl
-# Sizes are variables: these are for a GPU (where it was not tried), README.md has some for a CPU.
+# Sizes are variables: these are for a GPU, README.md has some for a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 gsm8k=$1 ifeval=$2
 ORIGINAL=${ORIGINAL:-qwen2.5/original}
-START=${START:-$ORIGINAL}    # training begins with this model, and holds to it
+START=${START:-$ORIGINAL}    # training begins with this model; it holds to the original
 WORK=${WORK:-qwen2.5/work}   # for all that is made
-ANSWERS=${ANSWERS:-6000}     # greedy ones, which teach masks
-DRAWN=${DRAWN:-2000}         # of these questions answered once more, at temperature 1
+ANSWERS=${ANSWERS:-9000}     # greedy ones, which teach masks
+DRAWN=${DRAWN:-2500}         # of these questions answered once more, at temperature 1
 TOKENS=${TOKENS:-320}        # of an answer
-ROWS=${ROWS:-64}             # answered at a time
+ROWS=${ROWS:-192}            # answered at a time
 EPOCHS=${EPOCHS:-2}
 BATCH=${BATCH:-16}           # answers in a step
-LR=${LR:-3e-4}
+LENGTH=${LENGTH:-512}         # of an example, the rest is cut
+LR=${LR:-1.5e-4}
 RANK=${RANK:-90}             # directions of each matrix that the patch keeps
 PROBLEMS=${PROBLEMS:-400}    # of each benchmark
 
@@ -46,8 +47,8 @@ data() {
     sed 's/^{/{"masks": false, /' "$WORK"/drawn-*.jsonl
 }
 once data.jsonl data
-python -m apps.low_rank --model "$START" --data "$WORK/data.jsonl" --out "$WORK/mars" --resume \
-    --epochs "$EPOCHS" --batch "$BATCH" --lr "$LR" --max-length 384 --save-every 50 --dtype bfloat16
+python -m apps.low_rank --model "$START" --original "$ORIGINAL" --data "$WORK/data.jsonl" --out "$WORK/mars" --resume \
+    --epochs "$EPOCHS" --batch "$BATCH" --lr "$LR" --max-length "$LENGTH" --save-every 50 --dtype bfloat16
 [ -e "$WORK/patch.gz" ] || python -m apps.patch make "$ORIGINAL" "$WORK/mars" "$WORK/patch.gz" --rank "$RANK"
 [ -e "$WORK/model/config.json" ] || python -m apps.patch apply "$ORIGINAL" "$WORK/patch.gz" "$WORK/model"
 

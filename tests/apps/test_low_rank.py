@@ -28,8 +28,8 @@ def test_losses_by_hand(monkeypatch):
     for seed in cases(8, 100):
         rng = random.Random(seed)
         model = tiny_model(rng)
-        start = tiny_model(random.Random(seed)).requires_grad_(False)
-        for weight in start.parameters():
+        original = tiny_model(random.Random(seed)).requires_grad_(False)
+        for weight in original.parameters():
             weight += 0.1 * torch.randn_like(weight)
         block = rng.randint(1, 5)
         examples = [random_example(rng, block) for _ in range(5)]
@@ -38,7 +38,7 @@ def test_losses_by_hand(monkeypatch):
         row_width = rng.choice([None, 200])
         recipe = Recipe(MASK, block, 0.7, batch_tokens=batch_tokens, row_width=row_width)
         monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 2**26]))
-        held = functools.partial(low_rank.losses, start=start)
+        held = functools.partial(low_rank.losses, original=original)
         found = add_gradients(model, examples, recipe, low_rank.forward_inputs, held)
         ours = torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
@@ -46,7 +46,7 @@ def test_losses_by_hand(monkeypatch):
         drift = torch.zeros(()).double()
         kept = [token for token in range(8) if token != MASK]
         for example in examples:
-            p = clean_logits(start, example)[:, kept].softmax(-1)
+            p = clean_logits(original, example)[:, kept].softmax(-1)
             q = clean_logits(model, example)[:, kept].softmax(-1)
             drift = drift + (p * (p / q).log()).sum(-1).mean() / 5
             each = []
@@ -198,6 +198,13 @@ def test_the_clean_stream_is_held(tmp_path):
         drift[weight] = records[-1]["clean"]
         assert load(str(out))[0].config.block == 3
     assert 0 < 3 * drift[8] < drift[0]
+
+
+def test_another_model_is_held_to(words, tmp_path):
+    """The drift of several trainings added up, for each held to the model that it began with."""
+    words += ("--model", ROOT / "toy/mars", "--original", ROOT / "toy/sft")
+    assert run(*words, "--steps", 1, "--out", tmp_path / "out").status == 0
+    assert log(tmp_path / "out")[0]["clean"] > 1e-4
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
