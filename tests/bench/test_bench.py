@@ -1,9 +1,8 @@
 """The benchmarks: the columns that do not depend on the machine."""
 
+import io
 import json
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -273,40 +272,28 @@ def test_next_to_transformers(monkeypatch):
     assert names == [["transformers", "prompt lookup", "AR"], ["transformers", "AR"]]
 
 
-def test_next_to_llama_cpp(toy):
+def test_next_to_llama_cpp(toy, monkeypatch):
     """A stand-in for llama-server: it says what tau 1 says, and that each second draft held."""
     model, _ = toy
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.path == "/completion" and asked["temperature"] == 0
-            assert asked["cache_prompt"] is False
-            prompts = [asked["prompt"]]
-            [answer] = generate(model, prompts, tau=1.0, max_new=asked["n_predict"])
-            num_tokens = len(answer.tokens)
-            timings = {"predicted_n": num_tokens, "draft_n_accepted": num_tokens // 2}
-            said = json.dumps({"tokens": answer.tokens, "timings": timings})
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(said.encode())
+    def urlopen(request):
+        asked = json.loads(request.data)
+        assert request.full_url == "http://there/completion" and asked["temperature"] == 0
+        assert asked["cache_prompt"] is False
+        [answer] = generate(model, [asked["prompt"]], tau=1.0, max_new=asked["n_predict"])
+        num_tokens = len(answer.tokens)
+        timings = {"predicted_n": num_tokens, "draft_n_accepted": num_tokens // 2}
+        return io.BytesIO(json.dumps({"tokens": answer.tokens, "timings": timings}).encode())
 
-        def log_message(self, *words):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    words = ("--llama-cpp", address, "--limit", 2, "--rounds", 1, "--max-new", 12)
-    status, out, err = command("bench.speed", *TOY, *words, "--device", "cpu")
-    server.shutdown()
-    server.server_close()
+    words = ("--limit", 2, "--rounds", 1, "--max-new", 12, "--device", "cpu", "--llama-cpp")
+    done = command("bench.speed", *TOY, *words, "http://127.0.0.1:9")
+    assert done.status == 2 and "--llama-cpp http://127.0.0.1:9 (URLError: " in done.err
+    monkeypatch.setattr(speed, "urlopen", urlopen)
+    status, out, err = command("bench.speed", *TOY, *words, "http://there")
     assert status == 0, err
     table, after = tables(out)
-    assert table[f"llama.cpp {address}"][SAME:] == ["2 of 2", "2.00", ""]
+    assert table["llama.cpp http://there"][SAME:] == ["2 of 2", "2.00", ""]
     assert list(after) == list(table)
-    done = command("bench.speed", *TOY, *words)
-    assert done.status == 2 and f"--llama-cpp {address} (URLError: " in done.err
 
 
 def test_the_table_of_widths():
