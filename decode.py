@@ -24,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 if __name__ == "__main__":
     from plumbing.errors import hide_interrupt
@@ -35,16 +35,14 @@ import torch
 from torch import Tensor
 
 from kv_cache import make_cache
-from lossless import Lossless
+from lossless import Lossless, PromptLookup
 from model import Qwen2, load
-from plumbing.arguments import Parser, check_number, check_tau, find_device
-from plumbing.attention import additive_mask, attend_folded, compiled
+from plumbing.arguments import Parser, check_number, check_request, check_tau, find_device
 from plumbing.chat import Chat
-from plumbing.cpu import fast_copy
 from plumbing.errors import UserError, run_main
-from plumbing.sampling import Dice
-from plumbing.scheduler import Decision, Position, Scheduler, Sequence, Turn
+from plumbing.runner import Runner
 from plumbing.terminal import note, note_mode, print_answer
+from scheduler import Position, Scheduler, Sequence, num_in_common
 
 
 @torch.inference_mode()
@@ -148,30 +146,32 @@ def read_options(args: argparse.Namespace) -> Options:
 # --------------------------------------------------------------------------------------- acceptance
 
 
-def measure_confidence(probs: Tensor, candidates: Tensor, metric: str) -> Tensor:
-    """Confidence (R, C) from probabilities (R, C, V) and candidate tokens (R, C).
+class Method(Protocol):
+    """How to decode. Threshold is the paper's way, Lossless in lossless.py is ours."""
 
-    Entropy is lower where the model is surer; margin is the best token's lead over the second. They
-    depend on the distribution only, not on the candidate.
-    """
-    if metric == "entropy":
-        return torch.special.entr(probs).sum(-1)
-    if metric == "margin":
-        best, second = probs.topk(2).values.unbind(-1)
-        return best - second
-    return probs.gather(-1, candidates[..., None])[..., 0]
+    widest: int  # the most positions of a row in a forward, prefills aside
+
+    def additions(self, sequence: Sequence) -> list[Position]:
+        """What a forward is fed after the text: guesses and masks."""
+
+    def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
+        """How sure the predicted tokens (R, C) are, from logits (R, C, V).
+
+        scores: what the tokens are the best of. At a temperature T it is logits + T * noise.
+        """
+
+    def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
+        """What is accepted of the tokens that the positions predict, with their confidences.
+
+        The last token of the text predicts tokens[0]; addition i - 1 predicts tokens[i].
+        """
 
 
 class Threshold:
-    """The paper's method: feed B masks after the text, accept while the confidence passes tau.
-
-    Its calls are those of `Method` (plumbing/scheduler.py). The other method is in lossless.py.
-    """
-
-    confidence_with_noise = False  # confidence is that of the logits, without the sampling noise
+    """The paper's method: feed B masks after the text, accept while the confidence passes tau."""
 
     def __init__(self, block: int, mask_id: int, metric: str, guard: bool = False):
-        """block: the number of masks, B. guard: see `slips`."""
+        """block: the number of masks, B. guard: see `looks_misplaced`."""
         self.block = block
         self.mask_id = mask_id
         self.metric = metric
@@ -185,8 +185,22 @@ class Threshold:
         end = len(sequence.token_ids)
         return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
 
-    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
-        """The first candidate, and those after it up to one that does not pass.
+    def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
+        """The metric. It is that of the logits, also where noise decided which token is the best.
+
+        Entropy is lower where the model is surer; margin is the best token's lead over the second.
+        They depend on the distribution only, not on the token.
+        """
+        probs = logits.softmax(-1)
+        if self.metric == "entropy":
+            return torch.special.entr(probs).sum(-1)
+        if self.metric == "margin":
+            best, second = probs.topk(2).values.unbind(-1)
+            return best - second
+        return probs.gather(-1, tokens[..., None])[..., 0]
+
+    def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
+        """The first token, and those after it up to one that does not pass.
 
         The first is not tested. It is AR's own, for the last real token sees no mask.
         """
@@ -195,20 +209,22 @@ class Threshold:
             passes = confidence >= sequence.tau
             if self.metric == "entropy":
                 passes = confidence <= sequence.tau
-            if not passes or (self.guard and slips(sequence, accepted, token)):
+            if not passes or (self.guard and looks_misplaced(sequence, accepted, token)):
                 break
             accepted.append(token)
-        return Decision(accepted, num_held=0)
+        return accepted
 
 
-def slips(sequence: Sequence, accepted: list[int], token: int) -> bool:
+def looks_misplaced(sequence: Sequence, accepted: list[int], token: int) -> bool:
     """Did the mask probably predict the token of a neighbouring place? Ours: docs/lossless.md.
 
     A mask that is sure and wrong mostly repeats the token before its own, or leaves out a token of
     a passage that the text has had before. So a token does not pass if it equals the one before it,
     or if that earlier passage went on with another token.
     """
-    said, _ = sequence.repeats.next_token(sequence.token_ids, accepted)
+    if sequence.state is None:
+        sequence.state = PromptLookup()
+    said, _ = sequence.state.next_token(sequence.token_ids, accepted)
     return token == accepted[-1] or said not in (None, token)
 
 
@@ -229,19 +245,23 @@ class Feed(NamedTuple):
     row: int
     sequence: Sequence | None  # None: the row is idle, or its sequence waits: it is fed padding
     positions: list[Position]
-    num_real: int  # how many of the positions are tokens of the text
     columns: range  # which positions predict: the last real token and all after it
 
     @property
-    def predicted(self) -> list[int]:
-        """The pos of the token that each column predicts."""
-        return [self.positions[column][1] + 1 for column in self.columns]
+    def predicted(self) -> list[tuple[int, int]]:
+        """The index of the sequence and the pos of the token that each column predicts."""
+        return [(self.sequence.index, self.positions[column][1] + 1) for column in self.columns]
+
+    @property
+    def clean(self) -> list[int]:
+        """What is fed as text: real tokens, then guesses."""
+        return [token for token, pos, prefix in self.positions if prefix == pos + 1]
 
 
 class Decoder:
     """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
 
-    Every `step` is one forward: feed, predict, decide. A row feeds the tokens of its text that are
+    Every `step` is one forward: feed, predict, accept. A row feeds the tokens of its text that are
     not in the cache yet, then what its method adds: masks or guesses. From the last real token on,
     each position predicts a token, and the method says which of these are accepted. Accepted tokens
     enter the cache when the next forward feeds them; guesses that hold were fed already. (When the
@@ -271,19 +291,7 @@ class Decoder:
             self.method = Threshold(self.block, config.mask_token_id, options.metric, options.guard)
         self.cache = cache or make_cache(model, rows, self.longest, self.method.widest, options)
         self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
-        self.dice = Dice(options.seed, config.vocab_size)
-        self.model = fast_copy(model, options.compile)
-        self.num_threads = torch.get_num_threads()  # the attention mask's best shape depends on it
-        if options.compile:
-            self.compiled_forward = compiled(self.forward, self.cache)
-        # Padding has the mask's token id (any would do), but is a clean token: prefix = pos + 1. It
-        # stands after every text, so no text and no mask sees it.
-        end = self.cache.capacity
-        self.padding = (config.mask_token_id, end, end + 1)
-        # In bfloat16 on a CPU a product with one position sums in another order than with several.
-        # So a forward of one row has at least two: its text is then that of a batch.
-        is_bfloat16_on_cpu = (model.device.type, model.dtype) == ("cpu", torch.bfloat16)
-        self.least_width = 2 if is_bfloat16_on_cpu else 1
+        self.runner = Runner(model, self.method, self.cache, options)
         self.num_added = 0
 
     def add(self, prompt: list[int], tau: float | None = None, max_new=None, index=None):
@@ -299,6 +307,7 @@ class Decoder:
         else:
             check_tau(tau, self.options.metric)
         max_new = self.options.max_new if max_new is None else max_new
+        check_request(prompt, max_new, self.config.vocab_size)
         index = self.num_added if index is None else index
         sequence = Sequence(prompt, self.config, max_new, tau, index)
         if len(prompt) + max_new > self.longest:
@@ -318,93 +327,35 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, list[int]]]:
         """Run one forward. Returns its sequences, each with its new tokens; [] if all are done."""
-        turns, is_prefill = self.scheduler.schedule()
-        if not turns:
+        rows, is_prefill = self.scheduler.schedule()
+        if not rows:
             return []
-        feeds = [self.feed(turn) for turn in turns]
+        feeds = [self.feed(row, sequence) for row, sequence in rows]
         news = []
-        counts = []
-        for feed, (tokens, confidences) in zip(feeds, self.predict(feeds, is_prefill)):
-            num_held = 0  # accepted tokens that were fed as guesses
-            if feed.sequence:
-                accepted, num_held = self.method.decide(feed.sequence, tokens, confidences)
-                news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
-            # cached tokens += real tokens that were fed + guesses that hold. (The last accepted
-            # token was not fed: the next forward feeds it. If `take` stopped at an end of turn,
-            # num_held may count guesses after it. That does no harm: the row is done.)
-            counts.append(feed.num_real + num_held)
+        counts = []  # how many of the positions of each feed stay in the cache
+        for feed, (tokens, confidences) in zip(feeds, self.runner.run(feeds, is_prefill)):
+            if feed.sequence is None:
+                counts.append(0)
+                continue
+            accepted = self.method.accept(feed.sequence, tokens, confidences)
+            news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
+            # What was fed as text and is text now stays: real tokens, and guesses that held. (The
+            # last accepted token was not fed: the next forward feeds it.)
+            text = feed.sequence.token_ids[self.cache.lengths[feed.row] :]
+            counts.append(num_in_common(feed.clean, text))
         self.cache.commit(counts)
         return news
 
-    def feed(self, turn: Turn) -> Feed:
-        """What a row is fed in its turn."""
-        row, sequence, most_added = turn
-        if most_added is None:  # idle, or it waits for other rows
-            return Feed(row, None, positions=[], num_real=0, columns=range(0))
+    def feed(self, row: int, sequence: Sequence | None) -> Feed:
+        """What a row is fed in the next forward."""
+        if sequence is None:  # idle, or it waits for other rows
+            return Feed(row, None, positions=[], columns=range(0))
         text = sequence.token_ids
-        num_cached = self.cache.lengths[row]
-        real = [(text[pos], pos, pos + 1) for pos in range(num_cached, len(text))]
-        # Only a BlockCache can leave too little room. It is never lossless, so what is cut off here
-        # is masks, not guesses.
-        positions = real + self.method.additions(sequence)[:most_added]
+        real = [(text[pos], pos, pos + 1) for pos in range(self.cache.lengths[row], len(text))]
+        room = self.cache.room(row, len(text))
+        positions = real + self.method.additions(sequence)[:room]
         columns = range(len(real) - 1, len(positions))
-        return Feed(row, sequence, positions, len(real), columns)
-
-    def predict(self, feeds: list[Feed], is_prefill: bool) -> list[tuple[list[int], list[float]]]:
-        """For each feed the tokens that its columns predict, and how confident they are.
-
-        At a temperature T > 0 every token is drawn from p^(1/T) of its own position, independently
-        of the others. So with a tau that accepts masks' tokens the text is not a sample of the AR
-        distribution. The text of lossless decoding is one.
-        """
-        width = max(len(feed.positions) for feed in feeds)
-        num_columns = max(len(feed.columns) for feed in feeds)
-        if len(feeds) == 1:
-            width = max(width, self.least_width)
-        forward = self.forward
-        if self.options.compile and not is_prefill:
-            forward = self.compiled_forward
-            if width > 1:  # two widths are compiled: the widest, and one position (plain AR)
-                width = num_columns = self.cache.widest
-        inputs = []  # (R, T, 3)
-        columns = []  # (R, C)
-        for feed in feeds:
-            inputs.append(feed.positions + [self.padding] * (width - len(feed.positions)))
-            columns.append([*feed.columns] + [0] * (num_columns - len(feed.columns)))
-        inputs = torch.tensor(inputs, device=self.cache.device)
-        columns = torch.tensor(columns, device=self.cache.device)
-        noise = None
-        if self.options.temperature > 0:
-            noise = self.dice.roll([(feed.sequence, feed.predicted) for feed in feeds], columns)
-        self.cache.reserve(width, [feed.row for feed in feeds])
-        tokens, confidences = forward(inputs, columns, noise).tolist()
-        predictions = []
-        for feed, of_row, how_sure in zip(feeds, tokens, confidences):
-            n = len(feed.columns)
-            predictions.append(([int(token) for token in of_row[:n]], how_sure[:n]))
-        return predictions
-
-    def forward(self, inputs: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
-        """The token that each column (R, C) predicts, and its confidence: (2, R, C).
-
-        They are one tensor, for one transfer to the host.
-
-        inputs (R, T, 3): token, pos and prefix. noise (R, C, V): the Gumbel noise that draws the
-        tokens; None: the best are taken. --compile compiles this.
-        """
-        mask = self.cache.mask(inputs[..., 1:])
-        mask = additive_mask(mask, self.config, self.num_threads, self.cache.dtype)
-        hidden = self.model(inputs[..., 0], inputs[..., 1], mask, self.cache, attend_folded)
-        logits = self.model.logits_at(hidden, columns)  # (R, C, V)
-        scores = logits
-        if noise is not None:  # the argmax of logits + T * noise is a draw from p^(1/T)
-            scores = logits + self.options.temperature * noise
-        tokens = scores.argmax(-1)
-        if self.method.confidence_with_noise:
-            logits = scores
-        confidence = measure_confidence(logits.softmax(-1), tokens, self.method.metric)
-        # Logits are float32 or wider, so confidence is, and that holds every token id exactly.
-        return torch.stack([tokens.to(confidence.dtype), confidence])
+        return Feed(row, sequence, positions, columns)
 
 
 def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[Sequence]:

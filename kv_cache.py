@@ -48,7 +48,6 @@ class KVCache:
         self.device = torch.device(device)
         self.dtype = dtype
         self.lengths = [0] * rows  # committed positions, on the host
-        self.prompt_lengths = [0] * rows
         # pos and prefix of what is in each slot, as `visible` wants them
         self.pos_prefix = torch.zeros(rows, capacity, 2, dtype=torch.long, device=device)
         self.layers: list[tuple[Tensor, Tensor]] = []
@@ -61,12 +60,12 @@ class KVCache:
     def begin(self, row: int, prompt_length: int = 0, num_kept: int = 0) -> None:
         """A new text begins in a row, which holds the first num_kept tokens of its prompt already.
 
-        Without a prompt the row is empty, and attention need not span its slots.
+        Without a prompt the row is empty, and attention need not span its slots. (What length the
+        prompt has, only a BlockCache asks.)
         """
         if not 0 <= num_kept <= self.lengths[row]:
             raise ValueError(f"row {row} holds {self.lengths[row]} positions, not {num_kept}")
         self.lengths[row] = num_kept
-        self.prompt_lengths[row] = prompt_length
 
     def reserve(self, width: int, rows: list[int]) -> None:
         """Reserve `width` slots after the length of each of these rows (in ascending order).
@@ -114,13 +113,16 @@ class KVCache:
         for row, count in zip(self.rows, counts, strict=True):
             self.lengths[row] += count
 
-    def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
-        """How many positions (masks, guesses) may follow the text of each row; None: it must wait.
+    def room(self, row: int, text_length: int) -> int:
+        """How many positions (masks, guesses) may follow the row's text in a forward.
 
-        text_lengths: by row, of the texts in the next forward. `widest` limits nothing: it counts
-        the last real token, too, so a method always adds fewer.
+        Here there is always room for all that a method adds.
         """
-        return dict.fromkeys(text_lengths, self.widest)
+        return self.capacity - text_length
+
+    def waiting(self, text_lengths: dict[int, int]) -> set[int]:
+        """The rows that must wait for others in the next forward. text_lengths: by row, of all."""
+        return set()
 
 
 class BlockCache(KVCache):
@@ -142,10 +144,15 @@ class BlockCache(KVCache):
     prompt. `KVCache` needs none of this; BlockCache is here to compare with.
     """
 
-    def __init__(self, *args, size: int):
-        """size: N, the number of tokens in a cache block; the others are KVCache's."""
-        super().__init__(*args)
+    def __init__(self, config, rows: int, *others, size: int, **settings):
+        """size: N, the number of tokens in a cache block; the rest is KVCache's."""
+        super().__init__(config, rows, *others, **settings)
         self.size = size
+        self.prompt_lengths = [0] * rows
+
+    def begin(self, row: int, prompt_length: int = 0, num_kept: int = 0) -> None:
+        super().begin(row, prompt_length, num_kept)
+        self.prompt_lengths[row] = prompt_length
 
     def num_in_open_block(self, row: int, text_length: int) -> int:
         """How many tokens of a text of this length are in an open block; 0: all blocks are full."""
@@ -157,21 +164,19 @@ class BlockCache(KVCache):
         for row in self.rows:
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
-    def most_added(self, text_lengths: dict[int, int]) -> dict[int, int | None]:
+    def room(self, row: int, text_length: int) -> int:
         """One fewer than the free places of the row's open block; without one, of its next block.
 
-        For the last real token predicts the first free place, and each mask one more. A row whose
-        last block is full waits as long as another row has an open one.
+        For the last real token predicts the first free place, and each mask one more.
         """
-        num_open = {row: self.num_in_open_block(row, n) for row, n in text_lengths.items()}
-        some_are_open = any(num_open.values())
-        most = {}
-        for row, num_tokens in num_open.items():
-            if num_tokens == 0 and some_are_open:
-                most[row] = None
-            else:
-                most[row] = self.size - num_tokens - 1
-        return most
+        return self.size - self.num_in_open_block(row, text_length) - 1
+
+    def waiting(self, text_lengths: dict[int, int]) -> set[int]:
+        """The rows whose last block is full, as long as another row has an open one."""
+        full = {row for row, n in text_lengths.items() if self.num_in_open_block(row, n) == 0}
+        if len(full) == len(text_lengths):
+            return set()
+        return full
 
 
 def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
@@ -185,5 +190,7 @@ def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
         widest += size
     unit = COMPILED_UNIT if options.compile else UNIT
     capacity = ceil((longest + widest) / unit) * unit
-    settings = (model.config, rows, capacity, model.device, model.dtype, unit, widest)
-    return BlockCache(*settings, size=size) if size else KVCache(*settings)
+    settings = {"device": model.device, "dtype": model.dtype, "unit": unit, "widest": widest}
+    if size:
+        return BlockCache(model.config, rows, capacity, size=size, **settings)
+    return KVCache(model.config, rows, capacity, **settings)

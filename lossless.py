@@ -25,11 +25,11 @@ if there are none, the next forward has no guesses from masks. That costs time, 
 token. On a CPU each position costs: there a group is short where masks' guesses seldom hold.
 
 Not all guesses are of masks. If a text had its final tokens before, what followed them then is a
-guess, too (`Repeats` in plumbing/scheduler.py). At each place the likelier of the two is taken.
+guess, too (`PromptLookup`). At each place the likelier of the two is taken.
 
-At a temperature every position of the text has its own dice (plumbing/sampling.py). A guess is
-drawn with the dice of its position, and AR's token with the same, so that both often come out alike
-(Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with these dice.
+At a temperature every position of the text has its own noise (plumbing/sampling.py). A guess is
+drawn with the noise of its position, and AR's token with the same, so that both often come out
+alike (Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with this noise.
 
 `Lossless` is a decoding method as `Threshold` in decode.py is.
 """
@@ -37,32 +37,58 @@ drawn with the dice of its position, and AR's token with the same, so that both 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from plumbing.scheduler import Decision, Position, Repeats, Sequence, num_in_common
+from torch import Tensor
+
+from scheduler import Position, Sequence, num_in_common
 
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 MOST_GROUPS = 3  # a fourth costs more than it gains
 MOST_FROM_TEXT = 16  # a forward has at most so many guesses more than B
-# How likely a guess holds: a mask's (0), and one from the text, by how many of the text's final
-# tokens stood before it then. These are the first values. Each of them then becomes a mean over the
-# guesses that were checked, in which the newest counts RATE.
-FIRST_CHANCES = {0: 0.9, 2: 0.5, 4: 0.8, 8: 0.95}
+LEAST_FOR_A_MASK = 0.7  # on a CPU, add a mask while the chance that all before it hold is so high
+
+MASKS = "masks"  # the source of a guess that is not from the text
+RUNS = (2, 4, 8)  # how many of a text's last tokens prompt lookup looks for
+# Probability that a guess holds, by source: a mask, or a repeated run of 2, 4 or 8 tokens. These
+# first values become means over the guesses that were checked, in which the newest counts RATE.
+FIRST_CHANCES = {MASKS: 0.9, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
-LEAST_FOR_A_MASK = 0.7  # a group has another mask if all guesses before it are so likely to hold
+
+
+class PromptLookup:
+    """Finds where a text's final tokens stood in it before, and says which token followed there."""
+
+    def __init__(self):
+        self.goes_on_at: dict[tuple[int, ...], int] = {}  # run -> place of the next token
+        self.next_place = max(RUNS)  # the first that is not in goes_on_at yet
+
+    def next_token(self, text: list[int], guesses: list[int]) -> tuple[int | None, int]:
+        """The token that the text itself suggests after text + guesses, and the length of the run.
+
+        text + guesses ends with a run of tokens. If the text had it before, the suggestion is what
+        followed the last time. The longest run counts; without any it is (None, 0).
+        """
+        for place in range(self.next_place, len(text)):
+            for length in RUNS:
+                self.goes_on_at[tuple(text[place - length : place])] = place
+        self.next_place = max(self.next_place, len(text))
+        tail = text[-max(RUNS) :] + guesses
+        found = (None, 0)
+        for length in RUNS:
+            place = self.goes_on_at.get(tuple(tail[-length:]))
+            if place is None:  # then no longer run is there: it would end with this one
+                break
+            found = (text[place], length)
+        return found
 
 
 class Guess(NamedTuple):
     token: int | None
     chance: float  # that it holds if all before it do
-    run: int = 0  # the length of the run that it followed, if it is from the text
+    source: str | int = MASKS  # or the length of the run that it followed in the text
 
 
 class Lossless:
-    """The decoding method without a tau: see `Method` in plumbing/scheduler.py."""
-
-    metric = "probability"
-    # Confidence is that of logits + noise: AR's token will be drawn with the same noise, so this
-    # says better whether a guess will hold.
-    confidence_with_noise = True
+    """The decoding method without a tau: see `Method` in decode.py."""
 
     def __init__(self, block: int, mask_id: int, positions_cost: bool, is_batch: bool):
         """block: the most masks in a group, B. positions_cost: does each take time, as on a CPU?"""
@@ -70,7 +96,7 @@ class Lossless:
         self.mask_id = mask_id
         self.positions_cost = positions_cost
         batch_costs = positions_cost and is_batch  # every row is as wide as the widest
-        self.asks_text = not batch_costs
+        self.looks_up = not batch_costs
         self.most_groups = 1 if batch_costs else MOST_GROUPS
         self.chances = dict(FIRST_CHANCES)
 
@@ -84,7 +110,7 @@ class Lossless:
         if not self.positions_cost:
             return self.block
         size = 1
-        while size < self.block and self.chances[0] ** size >= LEAST_FOR_A_MASK:
+        while size < self.block and self.chances[MASKS] ** size >= LEAST_FOR_A_MASK:
             size += 1
         return size
 
@@ -98,7 +124,7 @@ class Lossless:
             prefix   4 | 3 3 | 4 4
         """
         if sequence.state is None:
-            sequence.state = Plan(self.group_size())
+            sequence.state = Plan(self.group_size(), PromptLookup())
         positions = []
         end = len(sequence.token_ids)
         for pos, guess in enumerate(sequence.state.guesses, start=end):
@@ -109,8 +135,15 @@ class Lossless:
                 positions.append((self.mask_id, pos, prefix))
         return positions
 
-    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
-        """The guesses that hold, and AR's token after them; then the plan of the next forward.
+    def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
+        """The probability of each token with the noise: AR's token will be drawn with the same.
+
+        So it says better than the logits' own whether a guess will hold.
+        """
+        return scores.softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+    def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
+        """The guesses that hold, and AR's token after them. Also plans the next forward.
 
         tokens: AR's after x, g1, g2, ..., then what the masks of each group predict.
         """
@@ -119,19 +152,19 @@ class Lossless:
         accepted = tokens[: num_held + 1]
         useful = useful_masks(fed, num_held)
         from_masks = [Guess(tokens[i], confidences[i]) for i in useful]
-        self.judge(fed.guesses, num_held)
-        guesses = self.chain(sequence.repeats, sequence.token_ids + accepted, from_masks)
+        self.update_chances(fed.guesses, num_held)
+        guesses = self.chain(fed.lookup, sequence.token_ids + accepted, from_masks)
         groups = likely_groups([guess.chance for guess in guesses], self.most_groups)
-        sequence.state = Plan(self.group_size(), guesses, groups, useful)
-        return Decision(accepted, num_held)
+        sequence.state = Plan(self.group_size(), fed.lookup, guesses, groups, useful)
+        return accepted
 
-    def judge(self, fed: list[Guess], num_held: int) -> None:
+    def update_chances(self, fed: list[Guess], num_held: int) -> None:
         """Learn how likely guesses hold, from those that were checked."""
         for place, guess in enumerate(fed[: num_held + 1]):  # nothing is known of later ones
             has_held = float(place < num_held)
-            self.chances[guess.run] += RATE * (has_held - self.chances[guess.run])
+            self.chances[guess.source] += RATE * (has_held - self.chances[guess.source])
 
-    def chain(self, repeats: Repeats, text: list[int], from_masks: list[Guess]) -> list[Guess]:
+    def chain(self, lookup: PromptLookup, text: list[int], from_masks: list[Guess]) -> list[Guess]:
         """What the next forward checks: at each place a mask's guess or the text's, the likelier.
 
         It ends where all guesses together are no longer likely to hold. from_masks: what the useful
@@ -144,10 +177,10 @@ class Lossless:
             guess = Guess(token=None, chance=0.0)
             if len(guesses) < len(from_masks):
                 guess = from_masks[len(guesses)]
-            if self.asks_text:
-                token, run = repeats.next_token(text, tokens)
+            if self.looks_up:
+                token, run = lookup.next_token(text, tokens)
                 if run and self.chances[run] > guess.chance:
-                    guess = Guess(token, self.chances[run], run)
+                    guess = Guess(token, self.chances[run], source=run)
             all_hold *= guess.chance
             if all_hold < LEAST_PROBABILITY:
                 break
@@ -161,6 +194,7 @@ class Plan:
     """What a forward of a sequence is fed after the text; kept in `sequence.state`."""
 
     group_size: int  # masks in each group
+    lookup: PromptLookup  # of the sequence's text
     guesses: list[Guess] = field(default_factory=list)  # to check
     groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
     useful: range = range(0)  # `useful_masks` of the forward before; apps/trace.py shows them
@@ -196,5 +230,9 @@ def likely_groups(chances: list[float], most: int) -> list[int]:
         probability.append(all_so_far * (1 - chance))
         all_so_far *= chance
     probability.append(all_so_far)
-    groups = sorted(range(len(probability)), key=lambda j: probability[j], reverse=True)
-    return sorted(j for j in groups[:most] if probability[j] >= LEAST_PROBABILITY)
+    groups = []
+    likeliest_first = sorted(range(len(probability)), key=lambda j: probability[j], reverse=True)
+    for j in likeliest_first[:most]:
+        if probability[j] >= LEAST_PROBABILITY:
+            groups.append(j)
+    return sorted(groups)

@@ -12,12 +12,12 @@ from pathlib import Path
 if not __package__:
     import as_file  # noqa: F401 - says how to run it, and exits
 
-from decode import Decoder, Options, add_options, load_for_decoding, read_options
+from decode import Decoder, Method, Options, add_options, load_for_decoding, read_options
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
-from plumbing.scheduler import Decision, Method, Position, Sequence, num_in_common
 from plumbing.terminal import TextStream, note
+from scheduler import Position, Sequence, num_in_common
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -29,23 +29,21 @@ class TracedMethod:
         self.method = method
         self.is_lossless = is_lossless
         self.chat = chat
-        self.metric = method.metric
-        self.confidence_with_noise = method.confidence_with_noise
         self.forwards: list[dict] = []
 
     def additions(self, sequence: Sequence) -> list[Position]:
         self.fed = self.method.additions(sequence)
         return self.fed
 
-    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
-        plan = sequence.state  # of this forward; `decide` makes that of the next
-        decision = self.method.decide(sequence, tokens, confidences)
+    def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
+        plan = sequence.state  # of this forward; `accept` makes that of the next
+        accepted = self.method.accept(sequence, tokens, confidences)
         fed = self.fed[: len(tokens) - 1]  # a cache block may have had no room for all of it
         guesses = [token for token, pos, prefix in fed if prefix == pos + 1]
         prefixes = {prefix for _, _, prefix in fed[len(guesses) :]}
         facts = {
             "checked": self.labels(guesses),
-            "held": decision.num_held,
+            "held": num_in_common(guesses, accepted),
             "masks": len(fed) - len(guesses),
             "groups": len(prefixes),
         }
@@ -55,9 +53,9 @@ class TracedMethod:
             facts["first"] = plan.group_size - len(facts["candidates"])
         else:
             facts["candidates"] = list(zip(self.labels(tokens), confidences))
-            facts["passed"] = len(decision.tokens)
+            facts["passed"] = len(accepted)
         self.forwards.append(facts)
-        return decision
+        return accepted
 
     def next_guesses(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> dict:
         """What the useful masks predict, and what becomes of it in the plan of the next forward."""

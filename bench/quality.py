@@ -11,7 +11,7 @@ another model. Intervals are of 95 %: bootstraps over the problems. "tokens/forw
 over all forwards. An answer repeats itself if at least 10 % of its 6-grams of tokens occurred
 before in it; such answers are easy to guess.
 
-Where a lossless answer parts from AR's and the two best scores (logits, with the noise of the dice
+Where a lossless answer parts from AR's and the two best scores (logits, with the Gumbel noise
 at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
 and a forward of another width rounds differently. In float32 there is no other difference. If there
 is one, it is a bug, and the exit status is 1.
@@ -37,8 +37,8 @@ from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
 from plumbing.data import Example, make_example
 from plumbing.errors import UserError, naming, run_main
-from plumbing.sampling import dice
-from plumbing.scheduler import num_in_common
+from plumbing.sampling import gumbel_noise
+from scheduler import num_in_common
 from train import Recipe, forward_inputs, hidden_states
 
 TIE = 1e-4
@@ -86,13 +86,13 @@ def make_table(chat: Chat, problems: list[dict], answers: dict, rivals: list[str
 def gap_between_best(model: Qwen2, answer: Sequence, num_tokens: int, options: Options) -> float:
     """The difference of the two best scores for what follows the first tokens of an answer's text.
 
-    The scores are those of plumbing/sampling.py: logits, at a temperature T with T times the dice.
+    The scores are those of plumbing/sampling.py: logits, at a temperature T with T times the noise.
     """
     ids = torch.tensor([answer.token_ids[:num_tokens]], device=model.device)
     positions = torch.arange(num_tokens, device=model.device)[None]
     last = positions[:, -1:]
     scores = model.logits_at(model(ids, positions, None), last)[0, 0]  # as the decoder chooses
-    noise = dice(options.seed, answer.index, num_tokens, len(scores), scores.device)
+    noise = gumbel_noise(options.seed, answer.index, num_tokens, len(scores), scores.device)
     best, second = (scores + options.temperature * noise).topk(2).values.tolist()
     return best - second
 

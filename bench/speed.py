@@ -198,7 +198,7 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
     if rows == 1:
         on_cpu = model.device.type == "cpu"
         masks_alone = Lossless(block, mask_id, positions_cost=on_cpu, is_batch=False)
-        masks_alone.asks_text = False
+        masks_alone.looks_up = False
         add("lossless, masks alone", masks_alone)
         # A block of no masks: the text's guesses alone.
         add("lossless, look-up alone", Lossless(0, mask_id, positions_cost=False, is_batch=False))
@@ -249,7 +249,7 @@ def widths(model: Qwen2, args) -> None:
     """Print what a forward of one row costs after 200 tokens, by the number of its positions."""
     decoder = Decoder(model, Options(compile=args.compile), rows=1, longest=256)
     decoder.cache.lengths = [200]
-    decode = decoder.compiled_forward if args.compile else decoder.forward
+    decode = decoder.runner.compiled_forward or decoder.runner.forward
 
     @torch.inference_mode()
     def forward(width: int) -> list:

@@ -1,71 +1,11 @@
-"""Faster drop-ins for model.attend and for the forward around it; results differ in rounding only.
-
-`python -m bench.speed --shape 0.5B --widths` shows what a forward costs with them.
-"""
+"""A faster drop-in for model.attend in training on a GPU; results differ in rounding only."""
 
 import functools
-import itertools
-import types
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-NARROW = 96  # positions per row: with more there is nothing left to gain from folding
-
-# ---------------------------------------------------------------------------------------- decoding
-
-
-def additive_mask(mask: Tensor, config, num_threads: int, dtype: torch.dtype) -> Tensor:
-    """The mask (R, 1, T, S) as `attend_folded` takes it: 0 where visible, else -inf; maybe folded.
-
-    Made once for all layers; torch would turn a mask of booleans into this one in each of them.
-    For few positions it is (R, 1, group * T, S): the query heads that share a key head become more
-    positions of one head. The products are the same, but those of one token are 2 (float32) to 6
-    times (bfloat16) faster on a CPU. With fewer key heads than threads, though, some would be idle.
-    """
-    heads = mask.size(0) * config.num_key_value_heads
-    if mask.size(2) <= NARROW and (mask.is_cuda or heads >= num_threads):
-        mask = mask.repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
-
-
-def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """model.attend, with a mask from `additive_mask`."""
-    R, num_heads, T, head_dim = q.shape
-    num_queries = mask.size(2)
-    if num_queries > T:
-        q = q.reshape(R, k.size(1), num_queries, head_dim)
-    elif q.is_cuda and num_heads > k.size(1):  # fast kernels with a mask cannot share key heads
-        k = k.repeat_interleave(num_heads // k.size(1), dim=1)
-        v = v.repeat_interleave(num_heads // v.size(1), dim=1)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return y.reshape(R, num_heads, T, head_dim)
-
-
-def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:
-    """A method for static shapes; on a GPU as one CUDA graph, which needs no Python.
-
-    Guards on the model's modules would take half a millisecond a token, so they are left out. Torch
-    keeps what it compiled with the code of a function; so that no object gets what was compiled for
-    another's modules, each has a copy of the code.
-    """
-    for tensor in (cache.pos_prefix, *itertools.chain(*cache.layers)):
-        torch._dynamo.mark_static_address(tensor)  # or a CUDA graph would copy it at each forward
-    torch._dynamo.config.recompile_limit = 256  # graphs: two widths for each 256 slots of span
-    options = {
-        "triton.cudagraphs": cache.device.type == "cuda",
-        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-    }
-    function = forward.__func__
-    own = types.FunctionType(function.__code__.replace(), function.__globals__)
-    own = types.MethodType(own, forward.__self__)
-    return torch.compile(own, dynamic=False, options=options)
-
-
-# ---------------------------------------------------------------------------------------- training
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:

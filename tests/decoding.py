@@ -9,7 +9,7 @@ from torch import Tensor
 from decode import Decoder, Options, Sequence
 from lossless import Lossless
 from model import Qwen2
-from plumbing.sampling import dice
+from plumbing.sampling import gumbel_noise
 
 METRICS = ("probability", "margin", "entropy")
 
@@ -33,7 +33,7 @@ def random_options(rng: random.Random) -> dict:
     }
 
 
-def use_lossless(monkeypatch, groups: int, asks_text=False, on_cpu=False) -> None:
+def use_lossless(monkeypatch, groups: int, looks_up=False, on_cpu=False) -> None:
     """Let every lossless decoder have up to so many groups, in a batch on a CPU, too.
 
     on_cpu: of as many masks as are likely of use.
@@ -42,7 +42,7 @@ def use_lossless(monkeypatch, groups: int, asks_text=False, on_cpu=False) -> Non
     def method(block: int, mask_id: int, positions_cost: bool, is_batch: bool) -> Lossless:
         made = Lossless(block, mask_id, on_cpu, is_batch=False)
         made.most_groups = groups
-        made.asks_text = asks_text
+        made.looks_up = looks_up
         return made
 
     monkeypatch.setattr("decode.Lossless", method)
@@ -152,7 +152,9 @@ def by_hand(
             scores = logits.clone()
             if temperature > 0:
                 position = len(prompt) + len(tokens)
-                scores += temperature * dice(seed, index, position, *logits.shape, logits.device)
+                scores += temperature * gumbel_noise(
+                    seed, index, position, *logits.shape, logits.device
+                )
             token = scores.argmax().item()
             sure = confidence(logits.softmax(-1).tolist(), token, metric)
             passes = sure <= threshold if metric == "entropy" else sure >= threshold

@@ -11,7 +11,8 @@ from common import ROOT
 
 PAGE = (ROOT / "docs/change-it.md").read_text()
 BLOCKS = re.findall(r"```diff\n(.*?)```\n.*?```\n(python .*?)```\n```\n(.*?)```", PAGE, re.DOTALL)
-NEEDED = ["decode.py", "kv_cache.py", "lossless.py", "model.py", "train.py", "plumbing", "toy"]
+NEEDED = ["decode.py", "kv_cache.py", "lossless.py", "model.py", "scheduler.py", "train.py"]
+NEEDED += ["plumbing", "toy"]
 RULE, GRID, TOP_P = range(3)
 
 

@@ -28,7 +28,7 @@ from decoding import (
     random_options,
 )
 
-from decode import Decoder, Options, Sequence, Threshold, generate, measure_confidence, naive
+from decode import Decoder, Options, Sequence, Threshold, generate, naive
 from model import load
 from plumbing.errors import UserError
 
@@ -104,20 +104,21 @@ def test_acceptance_by_hand():
     probs = torch.tensor([rows], dtype=torch.float64)
     candidates = probs.argmax(-1)
     by_hand = {  # the confidences, and for each tau how many are accepted
-        "probability": ([0.6, 0.9, 0.5, 1.0], {0.95: 1, 0.9: 2, 0.5: 4}),
+        "probability": ([0.6, 0.9, 0.5, 1.0], {0.95: 1, 0.89: 2, 0.49: 4}),
         "margin": ([0.3, 0.8, 0.0, 1.0], {0.9: 1, 0.7: 2, 0.0: 4}),
         "entropy": ([0.8979, 0.3251, 0.6931, 0.0], {0.3: 1, 0.4: 2, 0.7: 4}),
     }
     for metric, (expected, lengths) in by_hand.items():
-        confidence = measure_confidence(probs, candidates, metric)
+        method = Threshold(block=3, mask_id=MASK, metric=metric)
+        confidence = method.confidence(probs.log(), probs.log(), candidates)
         assert confidence[0].tolist() == pytest.approx(expected, abs=1e-4)
         for tau, length in lengths.items():
             sequence = Sequence([2], tiny_model(random.Random(0)).config, max_new=9, tau=tau)
-            method = Threshold(block=3, mask_id=MASK, metric=metric)
-            decision = method.decide(sequence, candidates[0].tolist(), confidence[0].tolist())
-            assert decision == (candidates[0, :length].tolist(), 0)
+            accepted = method.accept(sequence, candidates[0].tolist(), confidence[0].tolist())
+            assert accepted == candidates[0, :length].tolist()
     drawn = torch.tensor([[1, 1, 0, 0]])  # at a temperature a candidate need not be the best
-    found = measure_confidence(probs, drawn, "probability")
+    method = Threshold(block=3, mask_id=MASK, metric="probability")
+    found = method.confidence(probs.log(), probs.log() + 9, drawn)
     assert found[0].tolist() == pytest.approx([0.3, 0.1, 0.5, 1.0])
 
 
@@ -217,7 +218,7 @@ def test_the_guard_by_hand():
         ([7, 7, 9, 2], 1),
         ([6, 9, 8, 5], 4),  # the first is AR's, whatever the text says
     ):
-        assert method.decide(sequence, tokens, [0.9] * 4).tokens == tokens[:count]
+        assert method.accept(sequence, tokens, [0.9] * 4) == tokens[:count]
 
 
 # --------------------------------------------------------------------------------------- sequences

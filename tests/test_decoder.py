@@ -8,6 +8,7 @@ from decoding import alone, outcome, use_lossless
 
 from decode import Decoder, Options, Sequence
 from plumbing.errors import UserError
+from plumbing.runner import Runner
 
 WAYS = [{"tau": 0.3}, {"tau": 0.3, "block_cache": 4}, {}]
 WAYS += [{"tau": 0.3, "temperature": 1.0}]
@@ -40,7 +41,7 @@ BAD_REQUESTS = [
 @pytest.mark.usefixtures("plain_lossless")
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_bad_request_is_refused_and_the_others_go_on(way):
-    """It never waits for a row, nor does it take an index, the dice of the next one."""
+    """It never waits for a row, nor does it take an index, the noise of the next one."""
     model = tiny_model(random.Random(5))
     options = {"max_new": 20} | way
     prompts = [random_prompt(random.Random(i), length) for i, length in enumerate([9, 44, 3, 20])]
@@ -80,14 +81,14 @@ def test_idle_rows_are_left_out(compile, monkeypatch):
     Compiled forwards keep all rows: their shapes are static.
     """
     sizes = []
-    forward = Decoder.forward
+    forward = Runner.forward
 
     def counted(self, fed, columns, noise):
         sizes.append(len(fed))
         return forward(self, fed, columns, noise)
 
-    monkeypatch.setattr(Decoder, "forward", counted)
-    monkeypatch.setattr("decode.compiled", lambda forward, cache: forward)
+    monkeypatch.setattr(Runner, "forward", counted)
+    monkeypatch.setattr("plumbing.runner.compiled", lambda forward, cache: forward)
     decoder = Decoder(endless_model(), Options(tau=1, compile=compile), rows=4, longest=64)
     for max_new in (4, 3, 5, 2):
         decoder.add([2, 3], max_new=max_new)
@@ -96,7 +97,7 @@ def test_idle_rows_are_left_out(compile, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("owner, moment", [(Decoder, "forward"), (Sequence, "take")])
+@pytest.mark.parametrize("owner, moment", [(Runner, "forward"), (Sequence, "take")])
 def test_an_interrupted_step_loses_no_token(owner, moment, way, monkeypatch):
     """An exception or Ctrl-C, in a prefill or later: the next step goes on with the same text.
 

@@ -68,7 +68,7 @@ def test_the_cache_refuses_what_does_not_fit():
         cache.begin(0, prompt_length=9, num_kept=5)
     cache.begin(0)
     assert cache.lengths == [0, 3]
-    assert None not in cache.most_added({0: 4, 1: 5}).values()
+    assert cache.room(1, 3) == 7 and cache.waiting({0: 4, 1: 5}) == set()
 
 
 def test_the_drawing_by_hand():

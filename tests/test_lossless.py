@@ -21,10 +21,19 @@ from common import (
 from decoding import alone, logits_after, mean, outcome, use_lossless, what_followed
 
 from decode import Decoder, Options, generate
-from lossless import FIRST_CHANCES, RATE, Guess, Lossless, Plan, likely_groups, useful_masks
+from lossless import (
+    FIRST_CHANCES,
+    MASKS,
+    RATE,
+    Guess,
+    Lossless,
+    Plan,
+    PromptLookup,
+    likely_groups,
+    useful_masks,
+)
 from model import load
-from plumbing.sampling import dice
-from plumbing.scheduler import Repeats
+from plumbing.sampling import gumbel_noise
 
 # ------------------------------------------------------------------------------ guesses and groups
 
@@ -37,7 +46,7 @@ def planned(*chances: float, most=9, text=(), of_text=None) -> tuple[list[int], 
     method = Lossless(block=9, mask_id=MASK, positions_cost=True, is_batch=False)
     method.chances |= of_text or {}
     from_masks = [Guess(token, chance) for token, chance in enumerate(chances, start=11)]
-    guesses = method.chain(Repeats(), text or [2], from_masks)
+    guesses = method.chain(PromptLookup(), text or [2], from_masks)
     groups = likely_groups([guess.chance for guess in guesses], most)
     assert len(guesses) in groups or most == 1
     return [guess.token for guess in guesses], groups
@@ -77,7 +86,7 @@ def test_the_likelier_of_text_and_mask_is_guessed():
 
 def test_guesses_are_judged():
     """By those that were checked, the first that failed among them."""
-    of_two, of_four = Guess(3, 0.9, run=2), Guess(3, 0.9, run=4)
+    of_two, of_four = Guess(3, 0.9, source=2), Guess(3, 0.9, source=4)
     fed = [of_two, Guess(3, 0.9), of_four, of_two]
     method = Lossless(block=9, mask_id=MASK, positions_cost=True, is_batch=False)
     down, up = 0.5 * (1 - RATE), 0.5 * (1 - RATE) + RATE
@@ -88,22 +97,22 @@ def test_guesses_are_judged():
         (3, up * (1 - RATE), up, up),
         (4, up * (1 - RATE) + RATE, up, up),
     ):
-        method.chances = {0: 0.5, 2: 0.5, 4: 0.5, 8: 0.5}
-        method.judge(fed, num_held)
-        assert method.chances == pytest.approx({0: mask, 2: two, 4: four, 8: 0.5}), num_held
+        method.chances = {MASKS: 0.5, 2: 0.5, 4: 0.5, 8: 0.5}
+        method.update_chances(fed, num_held)
+        assert method.chances == pytest.approx({MASKS: mask, 2: two, 4: four, 8: 0.5}), num_held
 
 
 def test_useful_masks_by_hand():
     """B = 2 and two guesses: positions 3 and 4 are group 0, which saw none of them, and so on."""
 
     def useful(*groups: int, held: int) -> list[int]:
-        return list(useful_masks(Plan(2, guesses=[None, None], groups=list(groups)), held))
+        return list(useful_masks(Plan(2, None, guesses=[None, None], groups=list(groups)), held))
 
     assert useful(0, 1, 2, held=1) == [5, 6]  # group 2 saw a guess that failed
     assert useful(0, 1, 2, held=2) == [7, 8]
     assert useful(0, 2, held=1) == [4]  # what the first mask of group 0 predicts is known
     assert useful(0, held=2) == [] and useful(1, 2, held=0) == []
-    assert list(useful_masks(Plan(1, guesses=[None, None], groups=[0]), num_held=2)) == []
+    assert list(useful_masks(Plan(1, None, guesses=[None, None], groups=[0]), num_held=2)) == []
 
 
 def test_a_batch_on_a_cpu_has_one_group():
@@ -111,14 +120,14 @@ def test_a_batch_on_a_cpu_has_one_group():
     model = tiny_model(random.Random(0))
     for rows, groups in ((1, 3), (2, 1)):
         method = Decoder(model, Options(block=3), rows, longest=20).method
-        assert (method.most_groups, method.asks_text) == (groups, rows == 1)
+        assert (method.most_groups, method.looks_up) == (groups, rows == 1)
 
 
 def test_what_a_text_says_is_where_its_last_tokens_stood_before():
     """By a search through the whole text; for every length of text and guesses."""
     for seed in cases(30, 500):
         rng = random.Random(seed)
-        repeats = Repeats()
+        repeats = PromptLookup()
         text = []
         for _ in range(60):
             text += [rng.randint(0, 1) for _ in range(rng.randint(0, 3))]
@@ -137,7 +146,7 @@ def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
     def invented(self, text, guesses):
         return garbage.randrange(8), garbage.choice([2, 4, 8])
 
-    num_forwards = {None: 0, Repeats.next_token: 0, invented: 0}
+    num_forwards = {None: 0, PromptLookup.next_token: 0, invented: 0}
     for seed in cases(6, 200):
         rng = random.Random(seed)
         model = tiny_model(rng)
@@ -146,9 +155,9 @@ def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
         plain = generate(model, prompts, tau=1, **options)
         for rows in (1, 3):
             for next_token in num_forwards:
-                asks_text = next_token is not None
-                use_lossless(monkeypatch, groups=5, asks_text=asks_text, on_cpu=rows == 1)
-                monkeypatch.setattr(Repeats, "next_token", next_token)
+                looks_up = next_token is not None
+                use_lossless(monkeypatch, groups=5, looks_up=looks_up, on_cpu=rows == 1)
+                monkeypatch.setattr(PromptLookup, "next_token", next_token)
                 found = generate(model, prompts, rows, **options)
                 assert [s.tokens for s in found] == [s.tokens for s in plain], (seed, rows)
                 num_forwards[next_token] += sum(sequence.forwards for sequence in found)
@@ -158,7 +167,7 @@ def test_guesses_from_the_text_are_ars_text_in_fewer_forwards(monkeypatch):
 
 def test_an_index_is_of_its_own_text(monkeypatch):
     """Of rows that share a prompt; one is cancelled, and its row takes the next text."""
-    use_lossless(monkeypatch, groups=2, asks_text=True)
+    use_lossless(monkeypatch, groups=2, looks_up=True)
     prompt = random_prompt(random.Random(0), 12)
     decoder = Decoder(endless_model(), Options(block=3, max_new=60), rows=2, longest=80)
     sequences = [decoder.add([*prompt, token]) for token in (2, 3, 4)]
@@ -167,9 +176,9 @@ def test_an_index_is_of_its_own_text(monkeypatch):
         sequences[0].done = step >= 4
     assert decoder.method.chances[2] != FIRST_CHANCES[2]  # it learns from both
     for sequence in sequences:
-        fresh = Repeats()
+        fresh = PromptLookup()
         fresh.next_token(sequence.token_ids, [])
-        assert sequence.repeats.goes_on_at == fresh.goes_on_at
+        assert sequence.state.lookup.goes_on_at == fresh.goes_on_at
         assert 13 + 60 > len(sequence.token_ids) > 16
 
 
@@ -208,8 +217,8 @@ def guessed_by_hand(
     group's last mask must be of use with .7: if all before it hold as often as guesses did lately.
     """
 
-    def with_dice_of(pos: int, logits):
-        return logits + temperature * dice(seed, index, pos, *logits.shape, logits.device)
+    def with_noise(pos: int, logits):
+        return logits + temperature * gumbel_noise(seed, index, pos, *logits.shape, logits.device)
 
     tokens = []
     accepted = []
@@ -226,7 +235,7 @@ def guessed_by_hand(
         widths.append(num_fed + len(guesses) + len(masked) * num_masks)
         while True:
             [logits] = logits_after(model, prompt + tokens, 0)
-            tokens.append(with_dice_of(len(prompt + tokens), logits).argmax().item())
+            tokens.append(with_noise(len(prompt + tokens), logits).argmax().item())
             if guesses:
                 holds = 0.95 * holds + (0.05 if guesses[0] == tokens[-1] else 0)
             if tokens[-1] == EOS or len(tokens) == max_new or guesses[:1] != tokens[-1:]:
@@ -239,7 +248,7 @@ def guessed_by_hand(
         if seen is not None:
             text = prompt + tokens[: num_before + seen]
             for pos, logits in enumerate(logits_after(model, text, num_masks), start=len(text)):
-                chance, token = with_dice_of(pos, logits).softmax(-1).max(-1)
+                chance, token = with_noise(pos, logits).softmax(-1).max(-1)
                 ahead.append((chance.item(), token.item()))
             ahead = ahead[1 + held - seen :]
         while math.prod(chance for chance, _ in ahead) < RARE:
@@ -252,8 +261,8 @@ def guessed_by_hand(
 def test_text_and_forwards_by_hand(monkeypatch):
     """Ragged batches, more prompts than rows; ends and max_new anywhere.
 
-    The wrong group of masks would cost nothing but forwards, other dice for a guess the same, and a
-    token that held but was not kept in the cache nothing but a position. So all these are compared.
+    The wrong group of masks would cost nothing but forwards, other noise for a guess the same, and
+    a token that held but was not kept nothing but a position. So all these are compared.
     """
     monkeypatch.setattr("lossless.LEAST_PROBABILITY", RARE)
     accepted = []
@@ -289,20 +298,20 @@ def test_any_groups_may_be_missing(monkeypatch):
     batches.
     """
     rng = random.Random(0)
-    decide = Lossless.decide
+    accept = Lossless.accept
 
     def sometimes_wrong(self, sequence, tokens, confidences):
-        decision = decide(self, sequence, tokens, [1.0] * len(confidences))
+        accepted = accept(self, sequence, tokens, [1.0] * len(confidences))
         plan = sequence.state
         if rng.random() < 0.3:
             plan.guesses = [guess._replace(token=guess.token ^ 1) for guess in plan.guesses]
         some = [j for j in range(len(plan.guesses) + 1) if rng.random() < 0.6]
         plan.groups = some[: self.most_groups]
         plan.group_size = rng.randint(1, self.block)
-        return decision
+        return accepted
 
     use_lossless(monkeypatch, groups=5)
-    monkeypatch.setattr(Lossless, "decide", sometimes_wrong)
+    monkeypatch.setattr(Lossless, "accept", sometimes_wrong)
     num_forwards = 0
     num_tokens = 0
     for seed in cases(20, 1000):
@@ -336,13 +345,13 @@ def test_the_toy_model_says_what_it_says_one_token_at_a_time():
 # ------------------------------------------------------------------------------- at a temperature
 
 
-def test_every_seed_text_and_position_has_its_own_dice():
+def test_every_seed_text_and_position_has_its_own_noise():
     """Gumbel noise: a mean of .577 and a variance of pi^2 / 6. Mixed, not added: seed 1 of text 0
-    has not the dice of seed 0 of text 1, nor has position 12 of text 1 those of 2 of text 11."""
+    has not the noise of seed 0 of text 1, nor has position 12 of text 1 those of 2 of text 11."""
     cpu = torch.device("cpu")
     seen = {}
     for seed, index, position in itertools.product(range(12), range(12), range(12)):
-        drawn = dice(seed, index, position, 200, cpu)
+        drawn = gumbel_noise(seed, index, position, 200, cpu)
         assert drawn.dtype == torch.float32
         seen[tuple(drawn.tolist()[:3])] = drawn
     assert len(seen) == 12**3
@@ -350,7 +359,7 @@ def test_every_seed_text_and_position_has_its_own_dice():
     assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - math.pi**2 / 6) < 0.02
 
 
-def test_dice_are_kept_for_one_forward_and_no_longer():
+def test_noise_is_kept_for_one_forward_and_no_longer():
     """128 vectors of the vocabulary were kept for the life of the process: 78 MB with a Qwen."""
     model = tiny_model(random.Random(5))
     decoder = Decoder(model, Options(temperature=1.0, max_new=30, block=3), rows=2, longest=40)
@@ -358,10 +367,10 @@ def test_dice_are_kept_for_one_forward_and_no_longer():
     before = {}
     num_again = 0
     while decoder.step():
-        kept = decoder.dice.kept
+        kept = decoder.runner.noise.kept
         assert len(kept) <= 2 * decoder.cache.widest
         for (index, position), noise in kept.items():
-            assert torch.equal(noise, dice(0, index, position, 8, noise.device))
+            assert torch.equal(noise, gumbel_noise(0, index, position, 8, noise.device))
         num_again += len(before.keys() & kept.keys())
         before = kept
     assert num_again > 10 and all(sequence.done for sequence in sequences)

@@ -7,7 +7,7 @@ import torch
 
 from decode import Sequence
 from model import Qwen2
-from plumbing.scheduler import num_in_common
+from scheduler import num_in_common
 
 
 @torch.inference_mode()

@@ -11,13 +11,13 @@ import transformers
 from commands import command, is_refused, number, tables
 from common import ROOT
 
+import scheduler
 import train
 from bench import common, quality, speed
 from decode import Options, generate
 from model import load
-from plumbing import scheduler
 from plumbing.chat import Chat
-from plumbing.sampling import dice
+from plumbing.sampling import gumbel_noise
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
 
@@ -171,7 +171,7 @@ def test_verified_answers_are_those_of_ar(drawn):
 
 
 def test_the_gap_where_sampled_answers_part():
-    """It is that of the scores that were compared: logits with the noise of the dice."""
+    """It is that of the scores that were compared: logits with the noise."""
     model, chat = load(str(ROOT / "toy/mars"), dtype=torch.float64)
     options = Options(temperature=1.5, tau=1, seed=7, max_new=20)
     prompts = toy_prompts(chat, 3)
@@ -179,7 +179,7 @@ def test_the_gap_where_sampled_answers_part():
     for num_tokens in range(len(prompts[2]), len(answer.token_ids)):
         text = torch.tensor([answer.token_ids[:num_tokens]])
         logits = model.logits(model(text, torch.arange(num_tokens)[None], None)[0, -1:])[0]
-        scores = logits + 1.5 * dice(7, 2, num_tokens, *logits.shape, logits.device)
+        scores = logits + 1.5 * gumbel_noise(7, 2, num_tokens, *logits.shape, logits.device)
         best, second = scores.sort(descending=True).values[:2]
         assert scores.argmax() == answer.token_ids[num_tokens]
         found = quality.gap_between_best(model, answer, num_tokens, options)

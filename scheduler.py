@@ -1,48 +1,18 @@
 """Sequences, and which of them sits in which row of the cache."""
 
 from collections import deque
-from typing import NamedTuple, Protocol
-
-from .arguments import check_request
 
 # The most positions in a prefill, padding included. A longer prompt is fed alone, in one forward.
 PREFILL = 4096
-RUNS = (2, 4, 8)  # how many of a text's last tokens are looked for in it
 
-
-class Repeats:
-    """Finds where a text's final tokens stood in it before, and says which token followed there."""
-
-    def __init__(self):
-        self.goes_on_at: dict[tuple[int, ...], int] = {}  # run -> place of the next token
-        self.next_place = max(RUNS)  # the first that is not in goes_on_at yet
-
-    def next_token(self, text: list[int], guesses: list[int]) -> tuple[int | None, int]:
-        """The token that the text itself suggests after text + guesses, and the length of the run.
-
-        text + guesses ends with a run of tokens. If the text had it before, the suggestion is what
-        followed the last time. The longest run counts; without any it is (None, 0).
-        """
-        for place in range(self.next_place, len(text)):
-            for length in RUNS:
-                self.goes_on_at[tuple(text[place - length : place])] = place
-        self.next_place = max(self.next_place, len(text))
-        tail = text[-max(RUNS) :] + guesses
-        found = (None, 0)
-        for length in RUNS:
-            place = self.goes_on_at.get(tuple(tail[-length:]))
-            if place is None:  # then no longer run is there: it would end with this one
-                break
-            found = (text[place], length)
-        return found
+Position = tuple[int, int, int]  # token, pos and prefix: `visible` in model.py
 
 
 class Sequence:
     """A prompt and the tokens accepted after it. `Decoder.add` makes them."""
 
     def __init__(self, prompt: list[int], config, max_new: int, tau: float | None, index: int = 0):
-        """index: with the seed it fixes the random draws. UserError for an impossible prompt."""
-        check_request(prompt, max_new, config.vocab_size)
+        """index: with the seed it fixes the random draws."""
         self.token_ids = [int(token) for token in prompt]  # then every accepted token
         self.prompt_length = len(prompt)
         self.max_new = int(max_new)
@@ -50,7 +20,6 @@ class Sequence:
         self.index = index
         self.stop = set(config.eos_token_id)
         self.state = None  # what the decoding method keeps from one forward to the next
-        self.repeats = Repeats()
         self.done = False  # set it to cancel the sequence
         # An entry for each forward, prefill included:
         self.num_accepted: list[int] = []  # number of accepted tokens
@@ -75,43 +44,11 @@ class Sequence:
             taken.append(token)
             is_full = len(self.token_ids) == self.prompt_length + self.max_new
             self.done = token in self.stop or is_full
+        if self.done:
+            self.state = None  # it may be larger than the text
         self.num_accepted.append(len(taken))
         self.widths.append(width)
         return taken
-
-
-Position = tuple[int, int, int]  # token, pos and prefix: `visible` in model.py
-
-
-class Decision(NamedTuple):
-    tokens: list[int]  # the accepted ones
-    num_held: int  # how many of them the forward was fed as guesses: they are in the cache already
-
-
-class Method(Protocol):
-    """How to decode. Threshold in decode.py is the paper's way, Lossless in lossless.py is ours."""
-
-    widest: int  # the most positions of a row in a forward, prefills aside
-    metric: str  # of confidence: `measure_confidence` in decode.py
-    confidence_with_noise: bool  # at a temperature T: of logits + T * noise, or of the logits?
-
-    def additions(self, sequence: Sequence) -> list[Position]:
-        """What a forward is fed after the text: guesses and masks."""
-
-    def decide(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> Decision:
-        """What is accepted of the tokens that the positions predict, with their confidences.
-
-        The last token of the text predicts tokens[0]; addition i - 1 predicts tokens[i]. (For the
-        metric entropy a lower confidence is surer.)
-        """
-
-
-class Turn(NamedTuple):
-    """A row's part in the next forward."""
-
-    row: int  # of the cache
-    sequence: Sequence | None  # None: the row is idle
-    most_added: int | None  # positions that may follow its text; None: it is idle or waits
 
 
 class Scheduler:
@@ -125,10 +62,12 @@ class Scheduler:
         self.skip_idle = cache.device.type == "cpu" and not is_compiled
         self.queue: deque[Sequence] = deque()
         self.sequences: list[Sequence | None] = [None] * rows  # in each row
-        self.held_back: list[Sequence] = []  # those whose row had to wait in the last forward
+        self.waiting: set[int] = set()  # rows that waited for others in the last forward
 
-    def schedule(self) -> tuple[list[Turn], bool]:
-        """The turns of the next forward, and whether it is a prefill. Without turns all is done.
+    def schedule(self) -> tuple[list[tuple[int, Sequence | None]], bool]:
+        """The rows of the next forward, each with its sequence, and whether it is a prefill.
+
+        A row without a sequence is idle, or waits. Without rows all is done.
 
         A prefill has only rows that begin. Any other forward has all rows, but on a CPU idle rows
         are left out once they are half of all. (To leave out a row makes the cache copy all
@@ -136,31 +75,30 @@ class Scheduler:
         """
         # While a row waits (BlockCache) no new text begins. It would have an open block, and the
         # row would have to wait for that, too. (A row that waits and is done was cancelled.)
-        if all(sequence.done for sequence in self.held_back):
+        if all(self.sequences[row].done for row in self.waiting):
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
-        new = [row for row, each in running.items() if not each.num_accepted]  # no forward yet
+        new = [row for row, each in running.items() if each.forwards == 0]
         rows = []
         if new:
             rows = self.that_fit(new)
         elif running:
-            for row, sequence in enumerate(self.sequences):
-                # A done row that got no new text is emptied while others run, so that attention
-                # need not span it. If none runs it keeps its text, for `shared_prefix`.
-                if sequence and sequence.done:
-                    self.sequences[row] = None
-                    self.cache.begin(row)
+            self.empty_done_rows()
             rows = list(range(len(self.sequences)))
             if self.skip_idle and 2 * len(running) <= len(rows):
                 rows = list(running)
-        text_lengths = {row: len(running[row].token_ids) for row in rows if row in running}
-        most_added = self.cache.most_added(text_lengths)
-        self.held_back = [running[row] for row, most in most_added.items() if most is None]
-        turns = [Turn(row, running.get(row), most_added.get(row)) for row in rows]
+        lengths = {row: len(running[row].token_ids) for row in rows if row in running}
+        self.waiting = self.cache.waiting(lengths)
+        turns = []
+        for row in rows:
+            sequence = None
+            if row not in self.waiting:
+                sequence = running.get(row)
+            turns.append((row, sequence))
         return turns, bool(new)
 
     def admit(self) -> None:
-        """Give each free row a waiting sequence."""
+        """Give each free row a sequence of the queue."""
         for row, sequence in enumerate(self.sequences):
             while self.queue and self.queue[0].done:  # cancelled
                 self.queue.popleft()
@@ -169,6 +107,17 @@ class Scheduler:
                 new = self.queue.popleft()
                 self.cache.begin(row, new.prompt_length, self.shared_prefix(row, new))
                 self.sequences[row] = new
+
+    def empty_done_rows(self) -> None:
+        """Attention need not span the text of a row that is done and got no new one.
+
+        This is for a forward of other rows: as long as none runs, a row keeps its text for
+        `shared_prefix`.
+        """
+        for row, sequence in enumerate(self.sequences):
+            if sequence and sequence.done:
+                self.sequences[row] = None
+                self.cache.begin(row)
 
     def that_fit(self, rows: list[int]) -> list[int]:
         """The first of these rows, as many as fit one prefill; at least one."""
