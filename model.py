@@ -24,9 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from plumbing.arguments import available_device
 from plumbing.chat import MASK, Chat
 from plumbing.config import check_config, read_config
+from plumbing.cpu import TEXT, float_beside_int8, int8_copy
 from plumbing.errors import UserError
 from plumbing.files import check_shapes, read_json, read_tensors
 from plumbing.hub import locate
+from plumbing.int8 import check_int8
 
 TOY = Path(__file__).parent / "toy" / "mars"
 
@@ -343,10 +345,17 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
     """Model and chat tokenizer of a directory or hub id, with a mask token: ready for decoding.
 
     Without a name: of the bundled toy. Its weights have no gradients; to train it, call
-    model.requires_grad_().
+    model.requires_grad_(). torch.int8: a model for decoding only, on a CPU, with products in 8 bits
+    (docs/speed.md).
     """
+    is_int8 = dtype == torch.int8
+    if is_int8:
+        check_int8(available_device(device))
+        dtype = float_beside_int8()
     directory = TOY if name is None else locate(name)
     model = load_model(directory, device, dtype)
     chat = Chat(directory)
     add_mask_token(model, chat)
+    if is_int8:
+        model = int8_copy(model, chat.encode(TEXT))
     return model.requires_grad_(False), chat

@@ -14,6 +14,7 @@ from decode import Options, Sequence, add_options, read_options
 from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number
 from plumbing.chat import Chat
+from plumbing.cpu import float_beside_int8, int8_copy
 from plumbing.data import conversation
 from plumbing.errors import UserError, naming
 from plumbing.jsonl import JsonlFile
@@ -112,6 +113,8 @@ def config_of(shape: str) -> Config:
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
     """A model with random weights. It predicts nonsense, at the cost of a trained one."""
+    if dtype == torch.int8:
+        return int8_copy(random_model(shape, device, float_beside_int8()), tokens=[0, 1, 2])
     with device:  # a CPU would take a minute for the 7B
         return initialize(config_of(shape), seed=0).to(dtype).requires_grad_(False)
 

@@ -37,7 +37,7 @@ from plumbing.chat import Chat
 from plumbing.config import config_json
 from plumbing.cpu import fast_copy
 from plumbing.data import Example
-from plumbing.errors import failure_as, require, run_main
+from plumbing.errors import UserError, failure_as, require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
 # Positions of a forward, and how many of them predict (B = 4): one token; a token and its masks;
@@ -318,6 +318,8 @@ def main() -> None:
         args.rows = [1]
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
+    if dtype == torch.int8 and (args.transformers or args.training):
+        raise UserError("--dtype int8: only of our decoding, without --transformers or --training")
     model, chat = load(args.model, device, dtype)
     if args.shape:
         model = common.random_model(args.shape, device, dtype)

@@ -28,13 +28,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
     def add_model(
-        self, default: str | None = None, help="directory or hub id (default: the bundled toy/mars)"
+        self,
+        default: str | None = None,
+        help="directory or hub id (default: the bundled toy/mars)",
+        dtypes=("float32", "bfloat16", "int8"),
     ) -> None:
         """Add --model, and for `find_device` --device and --dtype."""
         self.add_argument("--model", default=default, help=help)
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
         help = "(default: bfloat16 on cuda, else float32)"
-        self.add_argument("--dtype", choices=("float32", "bfloat16"), help=help)
+        if "int8" in dtypes:
+            help = "int8: on a CPU, products in 8 bits; the text may differ " + help
+        self.add_argument("--dtype", choices=dtypes, help=help)
 
 
 def number(kind: type, least: float, most: float = 10**9) -> Callable[[str], float]:

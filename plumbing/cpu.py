@@ -12,12 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .errors import UserError
+from .int8 import Int8Product, check_int8, is_exact, largest_inputs
+from .terminal import note
+
 # glibc's names and numbers for options of malloc
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 SMALL = 2**18  # numbers in a matrix; with fewer a call of oneDNN costs more than it saves
 
 Product = Callable[[Tensor], Tensor]  # F.linear with one weight and one bias
+TEXT = "Name three fruits: apples, 2 pears and (x + 1) plums.\n"  # in 8 bits: see `int8_copy`
 
 
 def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
@@ -27,26 +32,102 @@ def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
     GPU it pays only for a compiled model, and takes memory: else that is the model itself. So it is
     for a model that is such a copy already: several decoders can share one.
     """
-    if "project" in vars(model):
+    if is_copy(model):
+        if is_compiled and isinstance(model.project, Int8Product):
+            raise UserError("--compile: not with --dtype int8")
         return model
     if model.device.type != "cpu" and not is_compiled:
         return model
     if model.device.type == "cpu":
+        advise(model)
         keep_freed_memory()
     make_product = plain_product if is_compiled else fastest_product
-    with torch.device("meta"):
-        fast = type(model)(model.config)
-    fast.load_state_dict(model.state_dict(), assign=True)  # shares all tensors with `model`
-    for layer in fast.model.layers:
-        attention = layer.self_attn
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        attention.qkv = one_product(qkv, make_product)
-        attention.o_proj.forward = make_product(attention.o_proj.weight)
-        mlp = layer.mlp
-        mlp.gate_up = one_product([mlp.gate_proj, mlp.up_proj], make_product)
-        mlp.down_proj.forward = make_product(mlp.down_proj.weight)
-    fast.project = make_product(fast.head)
+    fast = shared(model)
+    use_products(fast, lambda *layers: make_product(*joined(layers)))
     return fast
+
+
+def int8_copy(model: nn.Module, tokens: list[int]) -> nn.Module:
+    """A `fast_copy` whose products are in 8 bits. It holds each matrix in 8 bits only.
+
+    The largest inputs of each matrix stay in float. They are found in one forward of `tokens`, of
+    any short text, so they do not depend on what is decoded later.
+    """
+    check_int8(model.device)
+    copy = shared(model)
+    with torch.inference_mode():
+        largest = largest_inputs(copy, tokens)
+        use_products(copy, lambda *layers: Int8Product(*joined(layers), largest[layers[0].weight]))
+    return copy
+
+
+def is_copy(model: nn.Module) -> bool:
+    return "project" in vars(model)
+
+
+def shared(model: nn.Module) -> nn.Module:
+    """Another model with the same tensors."""
+    with torch.device("meta"):
+        copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict(), assign=True)
+    return copy.requires_grad_(False)
+
+
+def joined(layers: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one layer with the outputs of all."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = None
+    if layers[0].bias is not None:
+        bias = torch.cat([layer.bias for layer in layers])
+    return weight, bias
+
+
+def use_products(copy: nn.Module, product_of: Callable[..., Product]) -> None:
+    """Multiply by product_of(layers) in place of layers with one input; let go of their weights.
+
+    Each product takes the place of a method of one object: model.py calls them by these names.
+    """
+    for layer in copy.model.layers:
+        attention = layer.self_attn
+        mlp = layer.mlp
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        attention.qkv = split(product_of(*qkv), qkv)
+        attention.o_proj.forward = product_of(attention.o_proj)
+        gate_up = [mlp.gate_proj, mlp.up_proj]
+        mlp.gate_up = split(product_of(*gate_up), gate_up)
+        mlp.down_proj.forward = product_of(mlp.down_proj)
+        for linear in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
+            linear.weight = None
+            linear.bias = None
+    with torch.device("meta"):
+        head = nn.Linear(copy.config.hidden_size, copy.config.vocab_size, bias=False)
+    head.weight = copy.head  # which stays: it may be the embedding
+    copy.project = product_of(head)
+
+
+def split(product: Product, layers: list[nn.Linear]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The outputs of each layer, from the product of all."""
+    sizes = [layer.out_features for layer in layers]
+    return lambda x: product(x).split(sizes, dim=-1)
+
+
+def advise(model: nn.Module) -> None:
+    """Say once that 8 bits would be faster, where they would."""
+    is_large = model.head.numel() >= SMALL
+    if is_large and model.dtype == torch.float32 and not can_pack(torch.bfloat16) and is_exact():
+        advise_int8()
+
+
+@functools.cache
+def advise_int8() -> None:
+    note("--dtype int8 would be faster on this CPU")
+
+
+def float_beside_int8() -> torch.dtype:
+    """The dtype of all but the matrices' products, where these are in 8 bits."""
+    return torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
 
 
 def keep_freed_memory() -> None:
@@ -74,19 +155,6 @@ def set_malloc(option: int, value: int) -> None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):  # not in musl
         libc.mallopt(option, value)
-
-
-def one_product(
-    layers: list[nn.Linear], make_product: Callable[..., Product]
-) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The outputs of layers that have the same input, from one product with all their weights."""
-    weight = torch.cat([layer.weight for layer in layers])
-    bias = None
-    if layers[0].bias is not None:
-        bias = torch.cat([layer.bias for layer in layers])
-    product = make_product(weight, bias)
-    sizes = [layer.out_features for layer in layers]
-    return lambda x: product(x).split(sizes, dim=-1)
 
 
 def plain_product(weight: Tensor, bias: Tensor | None = None) -> Product:

@@ -33,7 +33,8 @@ def training_parser(description: str) -> Parser:
     parser = Parser(description, usage="%(prog)s --data FILE [option ...]")
     add = parser.add_argument
     add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
-    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", "to start from; without weights: random ones")
+    start = "to start from; without weights: random ones"
+    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", start, dtypes=("float32", "bfloat16"))
     add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     add("--block", type=number(int, 1, 999), default=4, help="B, masks in a block")

@@ -49,8 +49,8 @@ def test_a_fast_copy_is_the_same_model(dtype, shape, is_compiled, small, monkeyp
         assert torch.equal(seen, found > float("-inf"))
         tolerance = 1e-4 if dtype == torch.float32 else 0.1
         assert (found - expected)[seen].abs().max() < tolerance * expected[seen].abs().max()
-    for one, other in zip(fast.parameters(), model.parameters()):
-        assert one.data_ptr() == other.data_ptr()
+    for name, weight in fast.named_parameters():
+        assert weight.data_ptr() == model.get_parameter(name).data_ptr()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,105 @@
+"""Products in 8 bits on a CPU: half the bytes of bfloat16, so half the reading (docs/speed.md).
+
+Weights are rounded to integers once, each output's with a scale of its own; inputs in each product,
+each position's with a scale of its own. oneDNN's sums of the integer products are exact, so what a
+position gets does not depend on how many others are computed with it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import UserError
+
+LARGEST = 127  # integers are from -LARGEST to LARGEST
+ZERO = 128  # oneDNN is fast for unsigned inputs only: so this is added to them
+LEAST_POSITIONS = 4  # fewer take longer
+# Inputs of a matrix that stay in float. In a few the numbers are a hundred times those of others,
+# which would be rounded to nothing next to them (LLM.int8(), arXiv 2208.07339).
+NUM_IN_FLOAT = 16
+TINY = 1e-30  # in place of the scale of zeros
+
+
+class Int8Product:
+    """F.linear with a weight (outputs, inputs) in 8 bits, and a few of its columns in float."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, largest_inputs: Tensor):
+        """largest_inputs (inputs,): how large each input may be; those of the largest are float."""
+        weight = weight.detach().float()
+        num_in_float = min(NUM_IN_FLOAT, weight.size(1))
+        self.in_float = largest_inputs.topk(num_in_float).indices
+        self.float_weight = weight[:, self.in_float]
+        self.bias = None if bias is None else bias.detach().float()
+        self.weight, self.weight_scale = pack(weight.index_fill(1, self.in_float, 0))
+        self.no_zero_points = torch.zeros(len(weight), dtype=torch.int)
+        self.half = torch.tensor([ZERO + 0.5])  # to unsigned integers torch rounds down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (..., inputs) times the weight, plus bias: (..., outputs)."""
+        rows = x.reshape(-1, x.size(-1))
+        floats = rows[:, self.in_float].float()
+        others = rows.index_fill(1, self.in_float, 0)
+        scale = torch.linalg.vector_norm(others, torch.inf, 1, keepdim=True, dtype=torch.float32)
+        scale = scale.mul_(1 / 127).clamp_(min=TINY)
+        rounded = torch.addcdiv(self.half, others, scale).to(torch.uint8)
+        sums = integer_product(rounded, self.weight, self.weight_scale, self.no_zero_points)
+        y = torch.addcmul(F.linear(floats, self.float_weight, self.bias), sums, scale)
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers in oneDNN's layout and a scale for each output (outputs,): of a float weight."""
+    scale = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp(min=TINY)
+    integers = (weight / scale).round().to(torch.int8)
+    return torch.ops.onednn.qlinear_prepack(integers, None), scale[:, 0]
+
+
+def integer_product(x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor) -> Tensor:
+    """(x - ZERO) times a weight of `pack`, times the scale of each output: (N, outputs)."""
+    padding = max(0, LEAST_POSITIONS - len(x))
+    padded = F.pad(x, (0, 0, 0, padding))
+    multiply = torch.ops.onednn.qlinear_pointwise
+    in_float = (None, 1.0, 0, torch.float32)  # no bias; the output is not rounded
+    y = multiply(padded, 1.0, ZERO, weight, weight_scale, zeros, *in_float, "none", [], "")
+    return y[: len(x)]
+
+
+def is_exact() -> bool:
+    """Are integer products right on this CPU? Without VNNI a sum of two may overflow 16 bits."""
+    onednn = torch.backends.mkldnn
+    if not (onednn.is_available() and onednn.enabled):
+        return False
+    num_inputs = 256
+    weight = torch.full((64, num_inputs), float(LARGEST))  # its scale is 1
+    x = torch.full((LEAST_POSITIONS, num_inputs), 255, dtype=torch.uint8)
+    try:
+        packed, scale = pack(weight)
+        y = integer_product(x, packed, scale, torch.zeros(64, dtype=torch.int))
+    except RuntimeError:  # a torch without these operators, or for another kind of CPU
+        return False
+    return bool((y == (255 - ZERO) * LARGEST * num_inputs).all())
+
+
+def check_int8(device: torch.device) -> None:
+    """Raise UserError where there are no products in 8 bits."""
+    if device.type != "cpu":
+        raise UserError(f"dtype int8: only on a CPU, not on {device}; use bfloat16 or float32")
+    if not is_exact():
+        raise UserError("dtype int8: this CPU has no VNNI instructions; use bfloat16 or float32")
+
+
+def largest_inputs(model: nn.Module, tokens: list[int]) -> dict[Tensor, Tensor]:
+    """The largest absolute value of each input of each matrix in a forward: {weight: (inputs,)}."""
+    found = {}
+
+    def note_largest(layer: nn.Linear, inputs: tuple[Tensor]) -> None:
+        found[layer.weight] = inputs[0].flatten(0, -2).abs().amax(0)
+
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(note_largest) for layer in linears]
+    ids = torch.tensor([tokens])
+    hidden = model(ids, torch.arange(len(tokens))[None], None)
+    for hook in hooks:
+        hook.remove()
+    found[model.head] = hidden[0].abs().amax(0)
+    return found

@@ -1,0 +1,98 @@
+"""Products in 8 bits. Without VNNI oneDNN is exact for weights of 7 bits: tests use these there."""
+
+import gc
+import json
+import random
+import weakref
+
+import pytest
+import torch
+from commands import MARS, PROMPT, command, process
+from common import ROOT, THOROUGH, tiny_model
+
+from decode import generate
+from model import load
+from plumbing import cpu, int8
+from plumbing.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    if not int8.is_exact():
+        monkeypatch.setattr(int8, "LARGEST", 63)
+        if not int8.is_exact():
+            pytest.skip("oneDNN has no products of integers here")
+
+
+@pytest.mark.parametrize("positions", [1, 3, 4, 33])
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (16, 40), (300, 70), (4864, 129)])
+def test_integer_products_are_exact(positions, inputs, outputs):
+    torch.manual_seed(positions)
+    weight = torch.randint(-int8.LARGEST, int8.LARGEST + 1, (outputs, inputs))
+    weight[:, 0] = int8.LARGEST  # so that the scales are 1
+    x = torch.randint(0, 256, (positions, inputs), dtype=torch.uint8)
+    packed, scale = int8.pack(weight.float())
+    found = int8.integer_product(x, packed, scale, torch.zeros(outputs, dtype=torch.int))
+    assert torch.equal(found.double(), (x.double() - 128) @ weight.double().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [5, 100])
+def test_a_product_is_off_by_its_rounding_only(inputs, dtype):
+    """For zeros, subnormal numbers and one huge one, too; alone as among others."""
+    torch.manual_seed(inputs)
+    weight, bias = torch.randn(30, inputs), torch.randn(30)
+    weight[3] = 0
+    x = torch.randn(7, inputs)
+    x[1] = 0
+    x[2] *= 1e-40
+    x[3, 0] = 1e6
+    x[4, inputs - 1] = -1e30
+    x = x.to(dtype)
+    product = int8.Int8Product(weight, bias, torch.arange(inputs))
+    found = product(x)
+    assert found.dtype == dtype
+    expected = x.double() @ weight.double().T + bias
+    largest_x = x.double().abs().amax(1, keepdim=True)
+    largest_w = weight.double().abs().amax(1)
+    largest_sum = largest_x * largest_w * inputs + bias.abs()
+    of_float = torch.finfo(dtype).eps * largest_sum
+    of_integers = (0.51 / 127 + 0.51 / int8.LARGEST) * largest_sum
+    assert ((found - expected).abs() <= of_integers + of_float).all()
+    alone = torch.cat([product(position[None]) for position in x])
+    assert ((alone - found).abs() <= of_float).all()
+
+
+def test_lossless_is_the_text_of_tau_1():
+    model, chat = load(dtype=torch.int8)
+    lines = (ROOT / "toy/test.jsonl").read_text().splitlines()[: 500 if THOROUGH else 30]
+    questions = [json.loads(line)["prompt"] for line in lines]
+    prompts = [chat.encode_prompt([{"role": "user", "content": text}]) for text in questions]
+    lossless, plain = [generate(model, prompts, 32, tau=tau) for tau in (None, 1.0)]
+    assert [one.tokens for one in lossless] == [one.tokens for one in plain]
+    assert sum(one.forwards for one in lossless) < 0.7 * sum(one.forwards for one in plain)
+
+
+@torch.inference_mode()
+def test_only_the_copy_is_in_8_bits():
+    """It lets go of the matrices, and the model that it was made from stays as it was."""
+    model = tiny_model(random.Random(4), vocab_size=64).float()
+    expected = model(torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), None)
+    copy = cpu.int8_copy(model, [2, 3, 4])
+    assert torch.equal(model(torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), None), expected)
+    matrix = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    del model
+    gc.collect()
+    assert matrix() is None and cpu.fast_copy(copy, is_compiled=False) is copy
+    with pytest.raises(UserError, match="--compile: not with --dtype int8"):
+        cpu.fast_copy(copy, is_compiled=True)
+
+
+def test_where_there_is_no_int8():
+    with pytest.raises(UserError, match="only on a CPU, not on mps; use bfloat16 or float32"):
+        int8.check_int8(torch.device("mps"))
+    words = ("decode.py", *MARS, "--prompt", PROMPT, "--dtype", "int8")
+    done = process(*words, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert done.status == 2 and "this CPU has no VNNI" in done.err and done.err.count("\n") == 1
+    done = command("train", "--data", "x", "--out", "y", "--dtype", "int8")
+    assert done.status == 2 and "invalid choice: 'int8'" in done.err
