@@ -121,6 +121,7 @@ REPLY = {"role": "assistant", "content": "Ho"}
         ({"messages": []}, "in:2: neither messages nor a prompt"),
         ({"messages": [{"role": "user"}]}, "in:2: content that is not text"),
         ({"messages": [TURN, REPLY]}, "in:2: the last message"),
+        ({"messages": [TURN | {"role": "system"}]}, "in:2: nothing that asks"),
         ({"prompt": " "}, "in:2: an empty prompt"),
         ({"prompt": "?", "tau": 2}, "in:2: tau: expected float from 0 to 1, not 2"),
     ],

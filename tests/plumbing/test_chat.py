@@ -2,19 +2,17 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from common import BASE, ROOT, copy_tokenizer
+from tokenizers import Tokenizer
 
 from model import add_mask_token, load
 from plumbing.chat import CHATML, MASK, Chat, compile_template
 from plumbing.data import make_example
 from plumbing.errors import UserError, failure_as
-
-QWEN_TEMPLATE = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
 
 CONVERSATIONS = {
     "one turn": [{"role": "user", "content": "  Hi <|im_end|> there\n"}],
@@ -25,6 +23,11 @@ CONVERSATIONS = {
     ],
     "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
     "tool": [{"role": "user", "content": "?"}, {"role": "tool", "content": "12"}],
+    "thoughts": [
+        {"role": "user", "content": "How many plums?"},
+        {"role": "assistant", "content": "<think>\nSeven?\n</think>\n\nThere are 7 plums."},
+        {"role": "user", "content": "And now?"},
+    ],
 }
 
 OTHER = """{% for m in messages %}
@@ -40,19 +43,25 @@ Answer: {{ unknown_token }}
 """  # what Qwen's template does not use: blocks on their own lines, tokens, tojson, loop controls
 
 
-def edit_tokenizer(directory: Path, **changes: object) -> None:
-    """Copy the toy tokenizer to `directory`, with other settings in tokenizer.json."""
-    copy_tokenizer(directory)
-    path = directory / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+# Of Qwen3's template what it does with thoughts: an answer begins with a block for them, empty if
+# there are none; in earlier turns there is no block.
+QWEN3_TEMPLATE = CHATML.replace("m.content", "m.content.split('</think>')[-1].lstrip('\\n')")
+EMPTY = "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+QWEN3_TEMPLATE = QWEN3_TEMPLATE.replace("m.role }}\n", "m.role }}\n" + EMPTY)
+TEMPLATES = {
+    "qwen2.5": (ROOT / "tests/fixtures/qwen2.5/chat_template.jinja").read_text(),
+    "qwen3": QWEN3_TEMPLATE,
+    "chatml": CHATML,
+    "other": OTHER,
+}
 
 
-@pytest.mark.parametrize("template", ["qwen2.5", "chatml", "other"])
+@pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("where", ["settings", "file"])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
     copy_tokenizer(tmp_path)
-    text = {"qwen2.5": QWEN_TEMPLATE.read_text(), "chatml": CHATML, "other": OTHER}[template]
+    text = TEMPLATES[template]
     if where == "file":
         (tmp_path / "chat_template.jinja").write_text(text)
     else:
@@ -67,30 +76,15 @@ def test_prompts_are_those_of_transformers(tmp_path, template, where, messages):
         assert Chat(tmp_path).prompt(messages) == expected  # what a directory without one gets
 
 
-# Of Qwen3's template what it does with thoughts: an answer begins with a block for them, empty if
-# there are none; in earlier turns there is no block.
-QWEN3_TEMPLATE = CHATML.replace("m.content", "m.content.split('</think>')[-1].lstrip('\\n')")
-EMPTY = "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
-QWEN3_TEMPLATE = QWEN3_TEMPLATE.replace("m.role }}\n", "m.role }}\n" + EMPTY)
-
-
-def test_former_thoughts_are_dropped_as_by_transformers(tmp_path):
-    """And a row with thoughts in an earlier turn can be trained on."""
+def test_a_row_whose_former_thoughts_the_template_drops(tmp_path):
+    """It can be trained on, although a turn is not in its prompt as it was said."""
     copy_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(QWEN3_TEMPLATE)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    turns = [*CONVERSATIONS["thoughts"], {"role": "assistant", "content": "Still 7."}]
     chat = Chat(tmp_path)
-    turns = [
-        {"role": "user", "content": "How many plums?"},
-        {"role": "assistant", "content": "<think>\nSeven?\n</think>\n\nThere are 7 plums."},
-        {"role": "user", "content": "And now?"},
-    ]
-    prompt = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert chat.prompt(turns) == prompt and "Seven" not in prompt
-    turns.append({"role": "assistant", "content": "Still 7."})
     example = make_example({"messages": turns}, chat, ends=(2,), max_length=512)
     text = chat.tokenizer.decode(example.tokens, skip_special_tokens=False)
-    assert text == prompt + "Still 7.<|im_end|>"
+    assert text == chat.prompt(turns[:-1]) + "Still 7.<|im_end|>" and "Seven" not in text
 
 
 @pytest.mark.parametrize(
@@ -125,10 +119,11 @@ def test_templates_that_cannot_be_read(tmp_path):
 def test_truncation_and_padding_that_the_tokenizer_stores(tmp_path):
     """They are not obeyed. (transformers writes those that a tokenizer was last called with to
     tokenizer.json, and does not obey them in apply_chat_template, either.)"""
-    truncation = {"max_length": 16, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-    padding = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None}
-    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
-    edit_tokenizer(tmp_path, truncation=truncation, padding=padding)
+    copy_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=99)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     chat = Chat(tmp_path)
     text = chat.prompt(CONVERSATIONS["several turns"])
     assert chat.encode(text) == Chat(BASE).encode(text) and len(chat.encode(text)) > 16
@@ -138,8 +133,9 @@ def test_truncation_and_padding_that_the_tokenizer_stores(tmp_path):
 
 
 def test_a_tokenizer_that_panics_when_it_is_read(tmp_path):
-    model = json.loads((BASE / "tokenizer.json").read_text())["model"]
-    edit_tokenizer(tmp_path, model=model | {"continuing_subword_prefix": "é"})
+    tokenizer = json.loads((BASE / "tokenizer.json").read_text())
+    tokenizer["model"]["continuing_subword_prefix"] = "é"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match="tokenizer.json: missing or damaged"):
         Chat(tmp_path)
     # What catches a panic does not catch Ctrl-C.
