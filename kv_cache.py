@@ -144,9 +144,9 @@ class BlockCache(KVCache):
     prompt. `KVCache` needs none of this; BlockCache is here to compare with.
     """
 
-    def __init__(self, config, rows: int, *others, size: int, **settings):
-        """size: N, the number of tokens in a cache block; the rest is KVCache's."""
-        super().__init__(config, rows, *others, **settings)
+    def __init__(self, config, rows: int, capacity: int, size: int, **settings):
+        """size: N, the number of tokens in a cache block; the others are KVCache's."""
+        super().__init__(config, rows, capacity, **settings)
         self.size = size
         self.prompt_lengths = [0] * rows
 
@@ -192,5 +192,5 @@ def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
     capacity = ceil((longest + widest) / unit) * unit
     settings = {"device": model.device, "dtype": model.dtype, "unit": unit, "widest": widest}
     if size:
-        return BlockCache(model.config, rows, capacity, size=size, **settings)
+        return BlockCache(model.config, rows, capacity, size, **settings)
     return KVCache(model.config, rows, capacity, **settings)

@@ -261,6 +261,22 @@ def test_a_row_that_waits_is_not_starved():
     assert list(decoder) == [] and decoder.add([2, 3], max_new=5) in dict(decoder)
 
 
+def test_no_text_begins_while_a_row_waits():
+    """Also if another row that waited was cancelled, or its text was the last that did."""
+    for cancelled in (0, 1):
+        decoder = Decoder(endless_model(), Options(tau=1, block_cache=4), rows=3, longest=64)
+        sequences = [decoder.add([2, 3], tau, max_new=20) for tau in (0, 0, 1)]
+        decoder.step()  # the blocks of the first two are full: they wait for the third
+        assert [each for each, _ in decoder.step()] == sequences[2:]
+        sequences[cancelled].done = True
+        new = decoder.add([2, 3], max_new=20)
+        while sequences[2].forwards < 4:
+            decoder.step()
+        assert new.forwards == 0 and sequences[1 - cancelled].forwards == 1
+        list(decoder)
+        assert len(new.tokens) == 20
+
+
 def test_a_full_block_waits_for_the_others_and_costs_no_forward():
     """The paper's code pays one more forward per filled block; here the next feed commits it."""
     model = endless_model()

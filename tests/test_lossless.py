@@ -20,10 +20,11 @@ from common import (
 )
 from decoding import alone, logits_after, mean, outcome, use_lossless, what_followed
 
-from decode import Decoder, Options, generate
+from decode import Decoder, Options, Sequence, generate
 from lossless import (
     FIRST_CHANCES,
     MASKS,
+    MOST_FROM_TEXT,
     RATE,
     Guess,
     Lossless,
@@ -74,7 +75,8 @@ def test_the_likelier_of_text_and_mask_is_guessed():
     text = [*begin, 5, 6, 12, 30, 5, 6, 7, 12, 30, 31, 5, 6]
     of_text = {2: 0.9, 4: 0.97, 8: 0.98}
     sure = [7, 12, 30, 31, 5, 6, 7, 12, 30, 31, 5, 6, 7, 12, 30, 31, 5, 6, 7, 12]
-    assert planned(0.8, 0.8, text=text, of_text=of_text)[0][:20] == sure
+    long, _ = planned(0.8, 0.8, text=text, of_text=of_text)
+    assert long[:20] == sure and len(long) == 9 + MOST_FROM_TEXT  # `widest` has room for no more
     assert planned(0.92, text=text, of_text=of_text)[0] == [11]  # 6 11 is new
     assert planned(0.8, 0.92, 0.6, text=text, of_text=of_text)[0][:4] == [7, 12, 30, 31]
     assert planned(0.8, 0.8, 0.98, text=text, of_text=of_text)[0] == [7, 12, 13]
@@ -100,6 +102,13 @@ def test_guesses_are_judged():
         method.chances = {MASKS: 0.5, 2: 0.5, 4: 0.5, 8: 0.5}
         method.update_chances(fed, num_held)
         assert method.chances == pytest.approx({MASKS: mask, 2: two, 4: four, 8: 0.5}), num_held
+    # A guess of a run of four holds: the next one's chance has learnt from it already.
+    text = [80, 81, 82, 83, 1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]
+    sequence = Sequence(text, tiny_model(random.Random(0)).config, max_new=9, tau=None)
+    sequence.state = Plan(1, PromptLookup(), guesses=[Guess(5, 0.5, source=4)], groups=[])
+    method.chances = dict.fromkeys(method.chances, 0.5)
+    assert method.accept(sequence, [5, 6], [0.5, 0.5]) == [5, 6]
+    assert sequence.state.guesses[0] == Guess(7, pytest.approx(up), source=4)
 
 
 def test_useful_masks_by_hand():
@@ -180,6 +189,8 @@ def test_an_index_is_of_its_own_text(monkeypatch):
         fresh.next_token(sequence.token_ids, [])
         assert sequence.state.lookup.goes_on_at == fresh.goes_on_at
         assert 13 + 60 > len(sequence.token_ids) > 16
+    list(decoder)
+    assert sequences[1].state is None  # an index is larger than its text: it was kept
 
 
 RARE = 0.05  # LEAST_PROBABILITY for random models: they are so unsure that .2 would leave out most
