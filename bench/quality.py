@@ -175,10 +175,10 @@ def masks(model: Qwen2, examples: list[Example]) -> str:
         losses += cross_entropy(logits, target, reduction="none").tolist()
         probability, best = logits.softmax(-1).max(-1)
         is_wrong += (best != target)[probability >= SURE].tolist()
+    num_masks = max(1, len(losses))  # a response of one token has none
     num_sure = len(is_wrong)
-    share_sure = num_sure / len(losses)
     share_wrong = sum(is_wrong) / max(1, num_sure)
-    text = f"{np.mean(losses):.3f} nats/token; {share_sure:.1%} pass {SURE}"
+    text = f"{sum(losses) / num_masks:.3f} nats/token; {num_sure / num_masks:.1%} pass {SURE}"
     return f"{text}; of these {share_wrong:.1%} are wrong ({sum(is_wrong)} of {num_sure})"
 
 

@@ -17,6 +17,7 @@ from bench import common, quality, speed
 from decode import Options, generate
 from model import load
 from plumbing.chat import Chat
+from plumbing.data import Example
 from plumbing.sampling import gumbel_noise
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
@@ -127,6 +128,9 @@ def test_masks_that_are_sure_and_wrong(toy):
     expected += f"of these {num_wrong / num_sure:.1%} are wrong ({num_wrong} of {num_sure})"
     assert quality.masks(model, examples) == expected
     assert len(losses) > num_sure > num_wrong > 0
+    prompt_length = examples[0].prompt_length
+    one_token = Example(examples[0].tokens[: prompt_length + 1], prompt_length)
+    assert quality.masks(model, [one_token]).startswith("0.000 nats/token; 0.0% pass 0.95; ")
 
 
 def test_accuracy_against_that_of_another():
