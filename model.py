@@ -12,7 +12,7 @@ What is unusual here, compared with other small implementations:
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from plumbing.arguments import available_device
 from plumbing.chat import MASK, Chat
-from plumbing.config import check_config, read_config
 from plumbing.cpu import TEXT, float_beside_int8, int8_copy
 from plumbing.errors import UserError
 from plumbing.files import check_shapes, read_json, read_tensors
@@ -58,9 +57,85 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible values."""
-        check_config(self)
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == int | None and value is None:
+                continue
+            if field.type in (int, int | None) and not (type(value) is int and value > 0):
+                raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
+            if field.type is float and not (type(value) in (int, float) and 0 < value < math.inf):
+                raise ValueError(f"{field.name} {value!r}: must be a number above 0")
+        if self.block and self.block >= 1000:  # as on the command lines
+            raise ValueError(f"block {self.block}: must be below 1000")
+        head_dim = self.head_dim or self.hidden_size / self.num_attention_heads
+        if head_dim % 2:
+            raise ValueError(f"head_dim {head_dim:g}: must be even")
+        self.head_dim = int(head_dim)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        ends = self.eos_token_id
+        if not ends or not all(type(id) is int and 0 <= id < self.vocab_size for id in ends):
+            raise ValueError(f"eos_token_id {list(ends)}: no tokens that could end a turn")
+
+    def to_json(self) -> dict:
+        """The content of config.json, for transformers and for `read_config`."""
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        family = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+        return known | {
+            "architectures": [family[self.model_type]],
+            "hidden_act": "silu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+        }
+
+
+MODEL_TYPES = {  # in config.json: what the model becomes here
+    "qwen2": "qwen2",
+    "a2d-qwen2": "qwen2",  # the MARS paper's
+    "qwen3": "qwen3",
+    "llama": "qwen2",  # one whose biases are zero: `load_model` adds these
+}
+
+
+def read_config(directory: Path) -> tuple[Config, dict]:
+    """The configuration, and what config.json says; UserError for what is not supported."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    generation = directory / "generation_config.json"
+    if generation.exists():  # it lists all end-of-turn tokens, config.json often only one
+        eos = read_json(generation).get("eos_token_id")
+        if eos is not None:
+            raw["eos_token_id"] = eos
+    try:
+        return parse_config(raw), raw
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def parse_config(raw: dict) -> Config:
+    """The configuration from the content of config.json, as transformers 4 or 5 writes it."""
+    check_supported("model_type", raw.get("model_type"), *MODEL_TYPES)
+    if raw["model_type"] in ("llama", "qwen3"):
+        check_supported("attention_bias", raw.get("attention_bias") or False, False)
+        check_supported("mlp_bias", raw.get("mlp_bias") or False, False)
+    check_supported("hidden_act", raw.get("hidden_act", "silu"), "silu")
+    check_supported("sliding-window attention", raw.get("use_sliding_window") or False, False)
+    found = raw | {"model_type": MODEL_TYPES[raw["model_type"]]}
+    for key in ("rope_scaling", "rope_parameters"):  # of transformers 4, and of 5
+        rope = raw.get(key) or {}
+        for name in ("type", "rope_type"):
+            check_supported(f"{key}: {name}", rope.get(name) or "default", "default")
+        if "rope_theta" in rope:
+            found["rope_theta"] = rope["rope_theta"]
+    eos = raw.get("eos_token_id")
+    found["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
+    known = {field.name: found.get(field.name) for field in fields(Config)}
+    return Config(**{name: value for name, value in known.items() if value is not None})
+
+
+def check_supported(name: str, value: object, *supported: object) -> None:
+    if value not in supported:
+        alternatives = " or ".join(map(str, supported))
+        raise ValueError(f"{name} {value!r} is not supported, only {alternatives}")
 
 
 # ----------------------------------------------------------------------------------------- the mask
@@ -267,10 +342,13 @@ class Qwen2(nn.Module):
         plumbing/processes.py can register it: FSDP then gathers the head once for all chunks.)
         """
         num_chunks = math.ceil(len(tensors[0]) * self.config.vocab_size / LOGITS_AT_A_TIME)
-        parts = [tensor.chunk(max(1, num_chunks)) for tensor in tensors]  # of each tensor
-        chunks = [[part[i] for part in parts] for i in range(len(parts[0]))]  # of all together
-        results = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
-        results.append(function(*chunks[-1]))
+        parts = [tensor.chunk(max(1, num_chunks)) for tensor in tensors]
+        last = len(parts[0]) - 1
+        results = []
+        for i in range(last):
+            chunk = [part[i] for part in parts]  # the same rows of every tensor
+            results.append(checkpoint(function, *chunk, use_reentrant=False))
+        results.append(function(*[part[last] for part in parts]))
         return torch.cat(results)
 
     @property
@@ -303,13 +381,13 @@ def load_model(directory: Path, device="cpu", dtype=torch.float32) -> Qwen2:
     A Llama without biases becomes a Qwen2 whose q, k and v biases are zero.
     """
     device = available_device(device)
-    config = read_config(directory, Config)
+    config, raw = read_config(directory)
     tensors = read_tensors(directory, device, dtype)
     if "lm_head.weight" in tensors:  # some checkpoints have a head and still say that it is tied
         config.tie_word_embeddings = False
     with torch.device("meta"):
         model = Qwen2(config)
-    if read_json(directory / "config.json")["model_type"] == "llama":
+    if raw["model_type"] == "llama":
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
                 tensors.setdefault(name, torch.zeros(weight.shape, dtype=dtype, device=device))

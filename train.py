@@ -35,12 +35,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Config, Qwen2, add_mask_token, initialize, load, visible
+from model import Qwen2, add_mask_token, initialize, load, read_config, visible
 from plumbing import cpu, plan, processes
 from plumbing.arguments import Parser, find_device
 from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
-from plumbing.config import read_config
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError
 from plumbing.hub import locate
@@ -356,7 +355,8 @@ def open_model(args: argparse.Namespace, device: torch.device) -> tuple[Qwen2, C
         model, chat = load(args.model, device)
         model.requires_grad_()
     else:
-        model = initialize(read_config(directory, Config), args.seed)
+        config, _ = read_config(directory)
+        model = initialize(config, args.seed)
         chat = Chat(directory)
         add_mask_token(model, chat)
         model.to(device)

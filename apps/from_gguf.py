@@ -19,10 +19,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from torch import Tensor
 from tqdm import tqdm
 
-from model import Config, Qwen2
+from model import Qwen2, parse_config
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
-from plumbing.config import parse_config
 from plumbing.errors import UserError, failure_as, require, run_main
 from plumbing.files import check_shapes, save, write_json
 from plumbing.signals import exit_on_sigterm
@@ -107,7 +106,7 @@ def empty_weights(config: dict, num_tensors: int) -> dict[str, Tensor]:
     if config["num_hidden_layers"] > num_tensors:  # a damaged number would fill the memory
         raise ValueError(f"{config['num_hidden_layers']} layers in {num_tensors} tensors")
     with torch.device("meta"):
-        weights = Qwen2(Config(**parse_config(config, Config))).state_dict()
+        weights = Qwen2(parse_config(config)).state_dict()
     if config["model_type"] == "llama":
         weights = {name: weight for name, weight in weights.items() if "bias" not in name}
     return weights

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from model import load
 from plumbing.arguments import Parser, number
-from plumbing.config import config_json
 from plumbing.errors import UserError, failure_as, run_main
 from plumbing.files import atomic_write, check_shapes, has_model, save
 from plumbing.signals import exit_on_sigterm
@@ -143,7 +142,7 @@ def apply(base: str, file: Path, out: Path, any_weights: bool) -> None:
             note(f"{message}: expect fewer tokens per forward")
         config = replace(model.config, block=facts["block"])
         apply_patch(weights, patch, chat.mask_id)
-    save(out, config_json(config), chat, weights)
+    save(out, config.to_json(), chat, weights)
 
 
 def main() -> None:

@@ -34,7 +34,6 @@ from lossless import Lossless
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
-from plumbing.config import config_json
 from plumbing.cpu import fast_copy
 from plumbing.data import Example
 from plumbing.errors import UserError, failure_as, require, run_main
@@ -121,7 +120,7 @@ class Theirs:
         from transformers import AutoConfig, AutoModelForCausalLM  # of bench/requirements.txt
 
         self.ends = list(model.config.eos_token_id)
-        config = AutoConfig.for_model(**config_json(model.config) | {"eos_token_id": self.ends})
+        config = AutoConfig.for_model(**model.config.to_json() | {"eos_token_id": self.ends})
         with model.device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
         self.model.load_state_dict(model.state_dict(), strict=False)  # a tied head is not in it

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from .arguments import Parser, number
 from .checkpoints import Checkpoints, whole_weights
-from .config import config_json
 from .data import Dataset, reasons
 from .errors import UserError, failure_as
 from .files import has_model, save
@@ -159,7 +158,7 @@ class Run:
         weights = self.whole_weights(model)
         with together():
             if leads():
-                save(self.out, config_json(model.config), self.data.chat, weights)
+                save(self.out, model.config.to_json(), self.data.chat, weights)
         self.saved_step = self.step
 
     def __exit__(self, *exception: object) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from model import Config, Qwen2, initialize
 from plumbing.chat import Chat
-from plumbing.config import config_json
 from plumbing.files import save
 from train import Streams, join
 
@@ -92,7 +91,7 @@ def copy_tokenizer(target: Path) -> None:
 
 
 def save_model(model: Qwen2, chat: Chat, directory: Path, dtype=torch.bfloat16) -> None:
-    save(directory, config_json(model.config), chat, model.state_dict(), dtype)
+    save(directory, model.config.to_json(), chat, model.state_dict(), dtype)
 
 
 def unpacked(examples: list[Streams]) -> Streams:
