@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plumbing.arguments import available_device
 from plumbing.chat import MASK, Chat
-from plumbing.cpu import TEXT, float_beside_int8, int8_copy
+from plumbing.cpu import TEXT, float_beside_int8, int8_copy, return_freed_memory
 from plumbing.errors import UserError
 from plumbing.files import check_shapes, read_json, read_tensors
 from plumbing.hub import locate
@@ -429,11 +429,12 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
     is_int8 = dtype == torch.int8
     if is_int8:
         check_int8(available_device(device))
+        return_freed_memory()  # else the float weights, once freed, still fill the process
         dtype = float_beside_int8()
     directory = TOY if name is None else locate(name)
     model = load_model(directory, device, dtype)
     chat = Chat(directory)
     add_mask_token(model, chat)
     if is_int8:
-        model = int8_copy(model, chat.encode(TEXT))
+        model = int8_copy(model, chat.encode_prompt([{"role": "user", "content": TEXT}]))
     return model.requires_grad_(False), chat

@@ -22,7 +22,7 @@ M_MMAP_THRESHOLD = -3
 SMALL = 2**18  # numbers in a matrix; with fewer a call of oneDNN costs more than it saves
 
 Product = Callable[[Tensor], Tensor]  # F.linear with one weight and one bias
-TEXT = "Name three fruits: apples, 2 pears and (x + 1) plums.\n"  # in 8 bits: see `int8_copy`
+TEXT = "Name three fruits: apples, 2 pears and (x + 1) plums."  # a prompt: see `int8_copy`
 
 
 def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
@@ -58,6 +58,7 @@ def int8_copy(model: nn.Module, tokens: list[int]) -> nn.Module:
     with torch.inference_mode():
         largest = largest_inputs(copy, tokens)
         use_products(copy, lambda *layers: Int8Product(*joined(layers), largest[layers[0].weight]))
+    keep_freed_memory()
     return copy
 
 
