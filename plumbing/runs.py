@@ -57,6 +57,8 @@ MAY_CHANGE = "data out resume save_every device dtype batch_tokens checkpoint_la
 def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:
     """Where the run begins: the newest checkpoint, or step 0. UserError if it may not use --out."""
     out = args.out
+    if out.is_file():
+        raise UserError(f"--out {out}: a file, not a directory")
     settings = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():
         if name not in MAY_CHANGE:
