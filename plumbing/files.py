@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .errors import UserError, describe, failure_as
 
+GENERATE = Path(__file__).parent.parent / "custom_generate" / "generate.py"
+
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; anything else is a UserError."""
@@ -76,11 +78,14 @@ def all_or_nothing(directory: Path) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(dir=directory, prefix="saving-", suffix=".tmp"))
     try:
         yield folder
-        for path in folder.iterdir():
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in paths:
             with open(path, "r+b") as file:
                 os.fsync(file.fileno())
-        for path in sorted(folder.iterdir()):
-            os.replace(path, directory / path.name)
+        for path in paths:
+            target = directory / path.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)  # custom_generate
+            os.replace(path, target)
     except (OSError, SafetensorError) as error:
         message = f"{directory}: not saved ({describe(error)}); what was there before is intact"
         raise UserError(message) from None
@@ -112,3 +117,6 @@ def save(directory: Path, config: dict, chat, weights: Mapping, dtype=torch.bflo
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes files that only their owner may read
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
+        if config.get("block"):  # masks were trained: how transformers decodes with them
+            (folder / GENERATE.parent.name).mkdir()
+            shutil.copy(GENERATE, folder / GENERATE.parent.name)
