@@ -59,7 +59,7 @@ class PromptLookup:
 
     def __init__(self):
         self.goes_on_at: dict[tuple[int, ...], int] = {}  # run -> place of the next token
-        self.next_place = max(RUNS)  # the first that is not in goes_on_at yet
+        self.next_place = 0  # the first that is not in goes_on_at yet
 
     def next_token(self, text: list[int], guesses: list[int]) -> tuple[int | None, int]:
         """The token that the text itself suggests after text + guesses, and the length of the run.
@@ -69,8 +69,9 @@ class PromptLookup:
         """
         for place in range(self.next_place, len(text)):
             for length in RUNS:
-                self.goes_on_at[tuple(text[place - length : place])] = place
-        self.next_place = max(self.next_place, len(text))
+                if length <= place:
+                    self.goes_on_at[tuple(text[place - length : place])] = place
+        self.next_place = len(text)
         tail = text[-max(RUNS) :] + guesses
         found = (None, 0)
         for length in RUNS:

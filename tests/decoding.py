@@ -109,11 +109,11 @@ def confidence(probs: list[float], token: int, metric: str) -> float:
 def what_followed(text: list[int], guesses: list[int]) -> tuple[int | None, int]:
     """What followed the last time that the last 8 (or else 4, or 2) tokens of both were in a text.
 
-    And that number. What follows one of the text's first 7 tokens is not asked for.
+    And that number.
     """
     for length in (8, 4, 2):
         run = (text + guesses)[-length:]
-        for place in range(len(text) - 1, 7, -1):
+        for place in range(len(text) - 1, length - 1, -1):
             if text[place - length : place] == run:
                 return text[place], length
     return None, 0
