@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Qwen2, add_mask_token, initialize, load, read_config, visible
-from plumbing import cpu, plan, processes
+from plumbing import cpu, processes
 from plumbing.arguments import Parser, find_device
 from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
@@ -45,7 +45,7 @@ from plumbing.errors import UserError
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import own_rows, round_up, shared_rows
-from plumbing.runs import Run, find_progress, training_parser
+from plumbing.runs import Run, check_out, find_progress, training_parser
 
 # --------------------------------------------------------------------------------------- the method
 
@@ -230,18 +230,18 @@ def add_gradients(
     model: Qwen2,
     examples: list[Example],
     recipe: Recipe,
-    forward_inputs=forward_inputs,
-    losses=losses,
+    make_forwards=forward_inputs,
+    losses_of=losses,
 ) -> Tensor:
     """Add the gradients of a step's loss. Returns this process's part of (noisy, clean): (2,).
 
-    forward_inputs, losses: functions that another objective passes (apps/low_rank.py).
+    make_forwards, losses_of: apps/low_rank.py has others.
     """
     rank, size = processes.rank_and_size()
     sums = torch.zeros(2, device=model.device)
-    for inputs in forward_inputs(examples, recipe, rank, size):
+    for inputs in make_forwards(examples, recipe, rank, size):
         with processes.arithmetic_in(recipe.dtype, model.device):
-            noisy, clean = losses(model, inputs.to(model.device))
+            noisy, clean = losses_of(model, inputs.to(model.device))
         loss = noisy + recipe.ar_weight * clean
         (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
         sums += torch.stack([noisy, clean]).detach()
@@ -289,20 +289,21 @@ def learning_rate(peak: float, progress: float) -> float:
 
 
 def train(
-    model: Qwen2, held_out: list[Streams], run: Run, recipe: Recipe, add_gradients=add_gradients
+    model: Qwen2, held_out: list[Streams], run: Run, recipe: Recipe, learn=add_gradients
 ) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run.
 
-    held_out: forwards to measure `look_ahead` on. add_gradients: what a step learns.
+    held_out: forwards to measure `look_ahead` on. learn: adds the gradients of a step's examples.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     steps_done = run.resume(model, optimizer)
+    clean_losses = []
     for step in range(steps_done + 1, recipe.steps + 1):
         began = time.perf_counter()
         examples = run.data.next_batch(recipe.batch)
-        sums = add_gradients(model, examples, recipe)
+        sums = learn(model, examples, recipe)
         norm = processes.clip_gradients(model, CLIP)
         if not math.isfinite(norm):
             raise UserError(f"step {step}: the gradient's norm is {norm}; try a smaller --lr")
@@ -314,6 +315,7 @@ def train(
         optimizer.zero_grad()
 
         noisy, clean = processes.total(sums).tolist()
+        clean_losses.append(clean)
         num_tokens = sum(len(example.tokens) for example in examples)
         record = {
             "step": step,
@@ -335,6 +337,9 @@ def train(
             run.save(model, optimizer)
         if stop and not is_last:  # after the last step the run is complete
             return stop
+    last = clean_losses[-math.ceil(recipe.steps / 10) :]
+    if last:  # a run that was complete already made no step
+        processes.say(f"clean, mean of the last {len(last)} steps: {sum(last) / len(last):.3f}")
     return 0
 
 
@@ -375,14 +380,15 @@ def packed_width(model: Qwen2, longest: int) -> int | None:
     return round_up(3 * longest // 2, 32)  # room for the longest example and a short one
 
 
-def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, Dataset, Recipe]:
-    """What every way to train begins with. The dict is that of `find_progress`."""
+def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe, Run]:
+    """What every way to train begins with."""
     device, dtype = find_device(args.device, args.dtype)
     if device.type == "cpu":
         cpu.return_freed_memory()
     if dist.is_torchelastic_launched():
         device = processes.join(device)
     with processes.together():
+        check_out(args.out)
         rows = JsonlFile(args.data)  # first: a model may take long to download
         progress = find_progress(args, rows)
         model, chat = open_model(args, device)
@@ -399,31 +405,35 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[dict, Qwen2, D
         # seen a little oftener than --epochs says.
         steps=args.steps or math.ceil(args.epochs * len(data.training) / batch),
         save_every=args.save_every,
-        batch_tokens=args.batch_tokens or plan.batch_tokens(device),
+        # On a CPU more positions are no faster; each takes 1.5 MB in SmolLM2-135M.
+        batch_tokens=args.batch_tokens or (1024 if device.type == "cpu" else 4096),
         row_width=packed_width(model, num_streams * args.max_length),
         dtype=dtype,
     )
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     machine = f"{processes.rank_and_size()[1]} x {device}"
     processes.say(f"{args.model}: {millions:.1f} M parameters on {machine}")
-    plan.say_steps(args, data, recipe)
+    tokens = batch * sum(len(example.tokens) for example in data.first) / len(data.first)
+    size = f"{batch} examples, about {tokens:,.0f} tokens"
+    processes.say(f"{data.summary()}; {recipe.steps} steps of {size}")
+    if len(data.held_out) < 10:
+        processes.say("fewer than ten rows held out: look-ahead is measured roughly, or not at all")
+    if recipe.steps < 50 and not args.steps:
+        processes.say("fewer than 50 steps: enough if all responses are alike; or more --epochs")
     if args.checkpoint_layers:
         processes.recompute_layers(model)
-    return progress, model, data, recipe
+    return model, recipe, Run(args.out, progress, data, recipe.steps)
 
 
-def main(args: argparse.Namespace | None = None, add_gradients=add_gradients) -> None:
-    """args: of `make_parser`, perhaps with more options; None: of the command line."""
-    args = args or make_parser().parse_args()
+def main() -> None:
+    args = make_parser().parse_args()
     block = args.block if args.objective == "mars" else None
-    progress, model, data, recipe = prepare(args, block)
-    held_out = forward_inputs(data.held_out, recipe)  # every process measures all of it
+    model, recipe, run = prepare(args, block)
+    held_out = forward_inputs(run.data.held_out, recipe)  # every process measures all of it
     if dist.is_initialized():
         processes.shard(model, recipe.dtype)
-    elif model.device.type == "cpu":
-        plan.say_memory(model, data, recipe, forward_inputs, args.checkpoint_layers)
-    with Run(args.out, progress, data, recipe.steps) as run:
-        stop = train(model, held_out, run, recipe, add_gradients)
+    with run:
+        stop = train(model, held_out, run, recipe)
     if dist.is_initialized():
         dist.barrier()  # the process that hosts the rendezvous must not end first
     if stop:

@@ -37,7 +37,7 @@ from plumbing.arguments import Parser, number
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
 from plumbing.hub import locate
-from plumbing.runs import Run, training_parser
+from plumbing.runs import training_parser
 from train import Recipe, Streams, fill_forwards, hidden_states, lay_out, weighted_cross_entropy
 
 PENALTY = 10  # how much more a clean token's change counts than a mask's
@@ -214,20 +214,21 @@ def main() -> None:
         raise UserError("torchrun is for train.py; this runs in one process")
     if not any(locate(args.model).glob("model*.safetensors*")):
         raise UserError(f"{args.model}: no weights to keep; train.py begins with random ones")
-    progress, model, data, recipe = train.prepare(args, args.block)
+    model, recipe, run = train.prepare(args, args.block)
+    run.whole_weights = merged
     recipe = replace(recipe, ar_weight=args.hold)
     original, _ = load(args.original or args.model, model.device, recipe.dtype)
     if original.config.vocab_size != model.config.vocab_size:
         raise UserError(f"--original {args.original}: another vocabulary than --model's")
     model.to(recipe.dtype)  # only what learns needs float32
     restrict(model, args.rank)
-    if not progress["step"]:  # else its checkpoint has the directions
+    if not run.progress["step"]:  # else its checkpoint has the directions
         torch.manual_seed(args.seed)  # of svd_lowrank
-        find_directions(model, data, recipe)
-    held_out = forward_inputs(data.held_out, recipe)
+        find_directions(model, run.data, recipe)
+    held_out = forward_inputs(run.data.held_out, recipe)
     hold = functools.partial(losses, original=original)
-    gradients = functools.partial(train.add_gradients, forward_inputs=forward_inputs, losses=hold)
-    with Run(args.out, progress, data, recipe.steps, merged) as run:
+    gradients = functools.partial(train.add_gradients, make_forwards=forward_inputs, losses_of=hold)
+    with run:
         stop = train.train(model, held_out, run, recipe, gradients)
     if stop:
         sys.exit(128 + stop)

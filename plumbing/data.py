@@ -30,9 +30,10 @@ class Example:
 def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) -> Example:
     """A row as an example: the last assistant turn is the response, all before it the prompt.
 
-    A row has `messages`, or a `prompt` (or `question`) and a `response`. The `finish_reason`
-    "length" says that the response was cut and does not end its turn. `"masks": false` says to
-    apps.low_rank that the response is not the likeliest (drawn at a temperature, say).
+    A row has `messages`, or a `prompt` (or `question`) and a `response` (or `completion`). The
+    `finish_reason` "length" says that the response was cut and does not end its turn. `"masks":
+    false` says to apps.low_rank that the response is not the likeliest (drawn at a temperature,
+    say).
 
     ends: all tokens at which a decoder would stop. The first ends the response. UserError says why
     a row cannot be trained on.
@@ -58,7 +59,8 @@ def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) 
 
 def encode_prompt(row: dict, chat: Chat) -> list[int]:
     """Token ids of a row that asks, by the rules of training; a `response` is left out."""
-    messages = conversation({name: row[name] for name in row if name != "response"})
+    answers = ("response", "completion")
+    messages = conversation({name: row[name] for name in row if name not in answers})
     if messages[-1]["role"] == "assistant":
         raise UserError("the last message is the assistant's")
     if all(message["role"] == "system" for message in messages):
@@ -77,6 +79,8 @@ def conversation(row: dict) -> list[dict]:
     is_list = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not is_list or not messages:
         raise UserError("neither messages nor a prompt")
+    if row.get("completion") is not None:  # TRL's name
+        row = {"response": row["completion"]} | row
     if "response" in row and messages[-1].get("role") != "assistant":
         messages = [*messages, {"role": "assistant", "content": row["response"]}]
     for message in messages:
@@ -124,7 +128,17 @@ class Dataset:
         usable = self.examples(self.training, self.unusable)
         self.first = list(itertools.islice(usable, READ_AHEAD))
         if not self.first:
-            raise UserError(f"{rows.path}: no usable row: {reasons(self.unusable)}")
+            why = f"{reasons(self.unusable)}; a row has the keys {', '.join(rows[0])}"
+            raise UserError(f"{rows.path}: no usable row: {why}")
+
+    def summary(self) -> str:
+        """How many rows there are, and how many of those that were read are no examples."""
+        text = f"{len(self.rows)} rows, {len(self.held_out)} held out"
+        num_skipped = self.skipped.total() + self.unusable.total()
+        if num_skipped:
+            num_read = len(self.held_out) + len(self.first) + num_skipped
+            text += f", {num_skipped} of the first {num_read} skipped"
+        return text
 
     @property
     def num_usable(self) -> int:

@@ -50,8 +50,16 @@ def training_parser(description: str) -> Parser:
     return parser
 
 
-# Options that a resumed run may change: they say where and how, not what is computed.
+# Options that a resumed run may change: where it runs and how it computes (with --dtype in other
+# rounding), not what it learns.
 MAY_CHANGE = "data out resume save_every device dtype batch_tokens checkpoint_layers".split()
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError if a file is where the directory should be."""
+    for path in (out, *out.parents):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--out {out}: cannot be written to ({path} is a file)")
 
 
 def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:

@@ -74,8 +74,9 @@ def test_the_last_assistant_turn_is_trained(chat):
     assert example.tokens[: example.prompt_length] == chat.encode_prompt([user, assistant, user])
     answered = {"id": 1, "messages": [user, assistant, user], "response": last["content"]}
     assert make_example(answered, chat, ENDS, 512) == example  # as apps.batch writes it
-    pair = make_example({"prompt": "the user", "response": last["content"]}, chat, ENDS, 512)
-    assert pair == make_example({"messages": [user, last]}, chat, ENDS, 512)
+    for name in ("response", "completion"):  # the second is TRL's
+        pair = make_example({"prompt": "the user", name: last["content"]}, chat, ENDS, 512)
+        assert pair == make_example({"messages": [user, last]}, chat, ENDS, 512)
 
 
 def test_a_cut_response_has_no_end_of_turn_target(chat):
@@ -168,8 +169,8 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
 
 def test_a_file_without_a_usable_row_stops(chat, tmp_path):
     """Nobody looks for one forever. If there is one, those that were only tried are not counted."""
-    bad = [{"text": "Hi"}] * 8
-    with pytest.raises(UserError, match="no usable row: 8 neither messages"):
+    bad = [{"instruction": "Hi", "output": "Ho"}] * 8
+    with pytest.raises(UserError, match="8 neither messages .* the keys instruction, output"):
         Dataset(write(tmp_path / "bad.jsonl", bad), chat, ENDS, max_length=512, seed=0)
     rows = write(tmp_path / "one.jsonl", [*bad, {"prompt": "?", "response": "12"}])
     stream = Dataset(rows, chat, ENDS, max_length=512, seed=0)

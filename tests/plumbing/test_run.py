@@ -1,6 +1,7 @@
 """The directory of a run: what may be written there, what a resumed run must have, the log."""
 
 import itertools
+import json
 import shutil
 from unittest import mock
 
@@ -14,8 +15,10 @@ from plumbing.jsonl import JsonlFile
 
 
 def test_a_file_in_the_way_of_the_output_directory(data):
-    done = run_train(*DRAFT, "--data", data, "--out", data / "below")
-    assert done.status == 2 and f"--out {data}/below: cannot be written to" in done.err
+    """It was refused only after data and model had been loaded."""
+    for out in (data, data / "below"):
+        done = run_train(*DRAFT, "--data", "missing", "--out", out)
+        assert is_refused(done, f"--out {out}: cannot be written to ({data} is a file)")
 
 
 def test_a_model_is_not_destroyed(data, out, monkeypatch):
@@ -77,6 +80,20 @@ def test_skipped_rows_are_counted_once(tmp_path, out):
     assert run_train(*words, "--out", out).status == 0
     shutil.rmtree(out / "checkpoints" / checkpoints(out)[-1])
     assert expected in run_train(*words, "--out", out, "--resume").out.splitlines()
+
+
+def test_a_step_has_no_row_twice(tmp_path, out):
+    """Of nine rows, a batch of 128 had each 14 times, and five epochs were one step."""
+    rows = [{"prompt": "?", "response": f"12 plums and {i}"} for i in range(7)] + 2 * [{}]
+    data = write(tmp_path / "data.jsonl", rows).path
+    done = run_train(*DRAFT, "--data", data, "--out", out, "--batch", 128, "--epochs", 7)
+    assert done.status == 0, done.err
+    assert "9 rows, 0 held out, 2 of the first 9 skipped; 9 steps of 7 examples" in done.out
+    assert "fewer than ten rows held out" in done.out and "fewer than 50 steps" in done.out
+    clean = [record["clean"] for record in log(out)]
+    assert f"clean, mean of the last 1 steps: {clean[-1]:.3f}" in done.out
+    progress = json.loads((out / "checkpoints/step-00000009/progress.json").read_text())
+    assert 8 * 9 < progress["consumed"] <= 9 * 9  # an epoch a step, of 9 rows with those skipped
 
 
 def test_a_line_a_minute_where_there_is_no_bar(data, out, monkeypatch):
