@@ -12,7 +12,7 @@ from common import ROOT
 PAGE = (ROOT / "docs/change-it.md").read_text()
 BLOCKS = re.findall(r"```diff\n(.*?)```\n.*?```\n(python .*?)```\n```\n(.*?)```", PAGE, re.DOTALL)
 NEEDED = ["decode.py", "kv_cache.py", "lossless.py", "model.py", "scheduler.py", "train.py"]
-NEEDED += ["plumbing", "toy"]
+NEEDED += ["custom_generate", "plumbing", "toy"]
 RULE, GRID, TOP_P = range(3)
 
 

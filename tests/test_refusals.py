@@ -52,7 +52,7 @@ BAD_OPTIONS = [
     (f"train --model {ROOT / 'toy'}", "toy: no model; "),
     ("decode --model x.gguf", "x.gguf: a GGUF file; unpack it: python -m apps.from_gguf x.gguf"),
     ("train --data /", "/: Is a directory"),
-    ("train --out data.jsonl", "--out data.jsonl: a file, not a directory"),  # after the model
+    ("train --out data.jsonl", "--out data.jsonl: cannot be written to (data.jsonl is a file)"),
     ("train --data broken.jsonl", "broken.jsonl:2: not JSON"),
     # The data come first: a model may have to be downloaded.
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
