@@ -13,9 +13,6 @@ import time
 from collections import deque
 from pathlib import Path
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 from tqdm import tqdm
 
 from decode import Decoder, Sequence, add_options, load_for_decoding, read_options

@@ -9,9 +9,6 @@ so each turn feeds only what is new.
 import contextlib
 import sys
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 from decode import Decoder, Options, add_options, load_for_decoding, read_options
 from model import Qwen2
 from plumbing.arguments import Parser, check_tau

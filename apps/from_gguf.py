@@ -10,9 +10,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split

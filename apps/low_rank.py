@@ -16,12 +16,8 @@ The model that is saved is an ordinary one. To find the directions takes 8 bytes
 squared intermediate_size, 5 GiB for a 0.5B.
 """
 
-import sys
-
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 import functools
+import sys
 from collections import Counter
 from dataclasses import replace
 

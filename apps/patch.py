@@ -20,9 +20,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 import safetensors.torch
 import torch
 from torch import Tensor

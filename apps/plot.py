@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 from plumbing.arguments import Parser
 from plumbing.errors import UserError, run_main
 from plumbing.jsonl import JsonlFile

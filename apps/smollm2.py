@@ -10,9 +10,6 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 from apps.from_gguf import unpack
 from apps.patch import apply
 from plumbing.arguments import Parser

@@ -9,9 +9,6 @@ The page is one file without network access. Its facts are a JSON object in its 
 import json
 from pathlib import Path
 
-if not __package__:
-    import as_file  # noqa: F401 - says how to run it, and exits
-
 from decode import Decoder, Method, Options, add_options, load_for_decoding, read_options
 from plumbing.arguments import Parser
 from plumbing.chat import Chat

@@ -17,7 +17,6 @@ USUAL = {
     "bench.quality": MARS,
     "bench.speed": MARS,
 }
-NO_APPS = ("__init__", "as_file")
 FILES = {
     "data.jsonl": '{"prompt": "?", "response": "12 plums"}\n',
     "broken.jsonl": '{"prompt": "?", "response": "1"}\nnot json\n',
@@ -69,15 +68,6 @@ BAD_OPTIONS = [
 def test_bad_options(line, message):
     name, *words = shlex.split(line)
     assert is_refused(command(name, *USUAL[name], *words), message)
-
-
-APPS = sorted(path.stem for path in ROOT.glob("apps/*.py") if path.stem not in NO_APPS)
-
-
-@pytest.mark.parametrize("name", APPS)
-def test_an_app_that_is_run_as_a_file(name):
-    done = process(ROOT / f"apps/{name}.py")
-    assert is_refused(done, f"run it from the project's folder: python -m apps.{name}\n")
 
 
 def test_an_optional_package_that_is_missing(monkeypatch):
