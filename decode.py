@@ -41,7 +41,7 @@ from plumbing.arguments import Parser, check_number, check_request, check_tau, f
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.runner import Runner
-from plumbing.terminal import note, note_mode, print_answer
+from plumbing.terminal import note, print_answer
 from scheduler import Position, Scheduler, Sequence, num_in_common
 
 
@@ -399,7 +399,6 @@ def main() -> None:
     prompt = chat.encode_prompt([{"role": "user", "content": args.prompt}])
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
-    note_mode(options)
     print_answer(decoder, chat)
 
 

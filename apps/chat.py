@@ -14,7 +14,7 @@ from model import Qwen2
 from plumbing.arguments import Parser, check_tau
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
-from plumbing.terminal import note, note_mode, print_answer
+from plumbing.terminal import note, print_answer
 
 SET_TAU = "/tau 0.7 sets tau"
 RESET = "/reset starts a new conversation"
@@ -72,7 +72,6 @@ def main() -> None:
     conversation = Conversation(model, chat, options, args.system)
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
-    note_mode(options)
     commands = RESET if options.is_lossless else f"{SET_TAU}, {RESET}"
     note(f"{commands}, Ctrl-C ends an answer, Ctrl-D the conversation")
     while True:

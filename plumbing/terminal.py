@@ -43,16 +43,6 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def note_mode(options) -> None:
-    """Say on a terminal how the text will compare with that of tau 1; options: decode.Options."""
-    if not sys.stderr.isatty():
-        return
-    if options.is_lossless:
-        note("lossless: the text of tau 1, up to rounding")
-    elif not options.is_plain_ar:
-        note(f"tau {options.tau:g}: the text may differ from that of tau 1")
-
-
 def statistics(num_tokens: int, num_forwards: int, seconds: float) -> str:
     per_forward = num_tokens / max(1, num_forwards)
     return f"{per_forward:.2f} tokens per forward, {num_tokens / seconds:.0f} tok/s"
@@ -85,5 +75,5 @@ def print_answer(steps: Iterable[tuple], chat: Chat) -> None:
             cut = ", cut by --max-new" if is_cut else ""
             note(f"{num_tokens} tokens in {num_forwards} forwards: {figures}{cut}")
         if num_tokens and shaded:
-            keys = [shade(f"{count} ", count) for count in range(1, len(SHADES) + 1)]
-            note(" ".join(["tokens that came together:", *keys, "or more"]))
+            keys = " ".join(shade(f"{n} ", n) for n in range(1, len(SHADES) + 1))
+            note(f"tokens that came together: {keys} or more")

@@ -77,8 +77,7 @@ def test_shading(monkeypatch, text):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("io.StringIO", Terminal)
     done = command("decode", "--prompt", PROMPT, "--tau", 0.8, *MARS)
-    mode, _, legend = done.err.splitlines()
-    assert mode == "tau 0.8: the text may differ from that of tau 1"
+    _, legend = done.err.splitlines()
     pieces = re.findall(r"\033\[38;5;16;48;5;(\d+)m(.*?)\033\[0m", done.out)
     assert done.status == 0 and re.sub(r"\033\[[\d;]*m", "", done.out) == text
     shaded = "".join(piece for _, piece in pieces)
@@ -95,28 +94,22 @@ def test_shading(monkeypatch, text):
 # ---------------------------------------------------------------------------------- how it ends
 
 
-def test_an_answer_that_is_cut_says_so():
-    """A newcomer took an answer that ended in the middle of a word for a broken one."""
-    done = command("decode", "--prompt", PROMPT, "--max-new", 6, *MARS)
-    assert done.status == 0 and done.err.endswith("tok/s, cut by --max-new\n")
-
-
 def test_a_model_that_has_not_learnt_masks_says_so():
     """With a tau that is not AR's. It asked for tau < 1 alone; for entropy 0 is AR, 2 is not."""
     words = ["--prompt", PROMPT, "--max-new", 6, "--model", ROOT / "toy/sft"]
     warning = "was not trained with masks: what this tau accepts is garbage"
-    entropy = ["--metric", "entropy"]
-    for others in (["--tau", 0.8], [*entropy, "--tau", 2]):
-        assert warning in command("decode", *words, *others).err
-    for others in (["--tau", 1], [], ["--tau", 0.8, "--block", 4], [*entropy, "--tau", 0]):
-        assert warning not in command("decode", *words, *others).err
+    for others in ("--tau 0.8", "--metric entropy --tau 2"):
+        assert warning in command("decode", *words, *others.split()).err
+    for others in ("", "--tau 1", "--tau 0.8 --block 4", "--metric entropy --tau 0"):
+        assert warning not in command("decode", *words, *others.split()).err
 
 
 def test_a_model_without_a_chat_template_says_so(tmp_path):
     """A newcomer's base model went on and on: nothing said that it had learnt no chat."""
     shutil.copytree(ROOT / "toy/sft", tmp_path / "base")
     words = ["--prompt", PROMPT, "--max-new", 6, "--model", tmp_path / "base"]
-    assert "chat template" not in command("decode", *words).err
+    done = command("decode", *words)
+    assert "chat template" not in done.err and done.err.endswith("tok/s, cut by --max-new\n")
     for name in ("chat_template.jinja", "tokenizer_config.json"):  # a template may be in either
         (tmp_path / "base" / name).unlink()
     assert "base: has no chat template, so it may not" in command("decode", *words).err
@@ -157,9 +150,7 @@ def test_interrupting_the_imports(name):
     [
         (MemoryError(), 2, "error: out of memory: use smaller batches"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 2, "out of memory"),
-        (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (OSError(2, "No such file or directory", "x"), 2, "error: x: No such file or directory"),
-        (UserError("what to do"), 2, "error: what to do"),
         (UserError("tensor a\nb: surplus"), 2, "error: tensor a b: surplus"),
         (KeyboardInterrupt(), 130, ""),
     ],
@@ -191,18 +182,13 @@ def test_a_terminal_that_lacks_a_character(monkeypatch):
 # ------------------------------------------------------------------------------------ the device
 
 
-@pytest.mark.parametrize(
-    "device, dtype, expected",
-    [
-        ("auto", None, ("cuda:0", "bfloat16")),
-        ("cuda:1", "float32", ("cuda:1", "float32")),
-        ("cpu", None, ("cpu", "float32")),
-        ("cpu", "bfloat16", ("cpu", "bfloat16")),
-        ("mps", None, ("mps", "float32")),
-    ],
-)
-def test_the_device_and_dtype_that_are_meant(monkeypatch, device, dtype, expected):
+def test_the_device_and_dtype_that_are_meant(monkeypatch):
     available = ["cuda:0", "cuda:1", "mps", "cpu"]
     monkeypatch.setattr(arguments, "available_devices", lambda: available)
-    found = arguments.find_device(device, dtype)
-    assert found == (torch.device(expected[0]), getattr(torch, expected[1]))
+    for device, dtype, expected in [
+        ("auto", None, ("cuda:0", torch.bfloat16)),
+        ("cuda:1", "float32", ("cuda:1", torch.float32)),
+        ("cpu", None, ("cpu", torch.float32)),
+        ("mps", None, ("mps", torch.float32)),
+    ]:
+        assert arguments.find_device(device, dtype) == (torch.device(expected[0]), expected[1])
