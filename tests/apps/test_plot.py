@@ -1,29 +1,54 @@
-"""The picture of a run."""
+"""The pictures of a run and of a table."""
 
 import json
 from xml.etree import ElementTree
 
+import pytest
 from commands import command, is_refused
+from common import ROOT
+
+pytest.importorskip("matplotlib")
+
+
+def texts(picture) -> list[str]:
+    svg = ElementTree.fromstring(picture.read_text())
+    return [each.text for each in svg.iter() if each.tag.endswith("}text")]
 
 
 def test_the_picture_of_a_run(tmp_path):
-    """A curve for each loss and each distance; the last noisy loss is a quarter of the first."""
-    rows = [{"step": i, "noisy": 4 / i, "clean": 0.0} for i in (1, 2, 3, 4)]
+    """A curve for each loss and each distance. A log with step 0 alone ended in a traceback."""
+    rows = [{"step": i, "noisy": 4 / (i + 1), "clean": 0.0} for i in range(4)]
+    (tmp_path / "log.jsonl").write_text(json.dumps(rows[0]))
+    assert command("apps.plot", tmp_path).status == 0
     rows[1]["look_ahead"] = [0.9, 0.2]
     rows[3]["look_ahead"] = [0.9, 0.6]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = command("apps.plot", tmp_path)
-    assert done.status == 0 and done.out.startswith("noisy 4.000 ████") and "▂ 1.000" in done.out
-    svg = ElementTree.fromstring((tmp_path / "log.svg").read_text())
-    curves = [each.get("points").split() for each in svg if each.tag.endswith("polyline")]
-    assert [len(points) for points in curves] == [5, 5, 3, 3]
-    assert curves[0][0] == "200.0,20.0" and curves[0][-1] == "680.0,200.0"
-    assert curves[3][:2] == ["360.0,486.7", "680.0,380.0"]
-    names = [each.text for each in svg if each.tag.endswith("text")]
-    assert names == ["4", "noisy", "clean", "0.9", "right 1 ahead", "right 2 ahead"]
+    assert done.status == 0 and done.out == f"{tmp_path}/log.svg\n"
+    names = {"step", "loss", "noisy", "clean", "share", "right 1 ahead", "right 2 ahead"}
+    assert names <= set(texts(tmp_path / "log.svg"))
+
+
+def test_the_bundled_picture_is_that_of_its_table(tmp_path):
+    """Every label is there as often as in the table, and every group."""
+    (tmp_path / "right.json").write_bytes((ROOT / "qwen2.5/right.json").read_bytes())
+    assert command("apps.plot", tmp_path / "right.json").status == 0
+    said = texts(ROOT / "qwen2.5/right.svg")
+    assert sorted(said) == sorted(texts(tmp_path / "right.svg"))
+    for label, group, _, _ in json.loads((tmp_path / "right.json").read_text())["rows"]:
+        assert group in said and (not label or label in said)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"1"', "1e999", "[]"])
+def test_what_is_no_number(tmp_path, value):
+    """One line; it was a traceback."""
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "clean": 0, "noisy": ' + value + "}")
+    assert is_refused(command("apps.plot", tmp_path), "noisy at 1: expected float")
+    assert not (tmp_path / "log.svg").exists()
 
 
 def test_what_is_no_run(tmp_path):
     assert is_refused(command("apps.plot", tmp_path), "log.jsonl: No such file")
-    (tmp_path / "log.jsonl").write_text('{"prompt": "?"}\n')
-    assert is_refused(command("apps.plot", tmp_path), "log.jsonl: not the log of a training")
+    for content in ('{"prompt": "?"}', '{"step": 1, "noisy": 1, "clean": 1, "look_ahead": 3}'):
+        (tmp_path / "log.jsonl").write_text(content)
+        assert is_refused(command("apps.plot", tmp_path), "log.jsonl: not the log of a training")
