@@ -34,6 +34,13 @@ from plumbing.terminal import note
 FACTS = "facts"  # the tensor that holds the bytes of a JSON object
 LEFT, RIGHT, SCALE, VECTOR, ROW = ".left", ".right", ".scale", ".difference", ".mask_row"
 LEFT_STEP, RIGHT_STEP = 0.7, 0.12  # of rounding; a number takes about 3 bits, and 5
+MOST_CHANGED = 0.5  # relative difference: 0.30 from toy/sft to toy/mars, 0.62 to toy/hard
+
+
+def relative_difference(base: Mapping, tuned: Mapping) -> float:
+    """The norm of what training changed, in norms of the base's weights."""
+    changed = sum((tuned[name] - base[name]).double().square().sum() for name in base)
+    return float(changed / sum(weight.double().square().sum() for weight in base.values())) ** 0.5
 
 
 def is_embedding(name: str) -> bool:
@@ -118,6 +125,9 @@ def make(base: str, tuned: str, file: Path, rank: int) -> None:
     check_shapes(Path(tuned), expected=weights, found=after.state_dict())
     if replace(after.config, block=before.config.block) != before.config:
         raise UserError(f"{tuned}: is not a training of {base}: their config.json differ")
+    share = relative_difference(weights, after.state_dict())
+    if share > MOST_CHANGED:
+        raise UserError(f"{tuned}: is not a training of {base}: their weights differ too much")
     patch = make_patch(weights, after.state_dict(), chat.mask_id, rank)
     facts = {"base": base, "block": after.config.block, "fingerprint": fingerprint(weights)}
     write_patch(file, patch, facts)
