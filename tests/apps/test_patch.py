@@ -130,8 +130,10 @@ def test_what_make_refuses(models, tmp_path):
     taken = f"{tuned}/model.safetensors"
     assert is_refused(command("apps.patch", "make", base, tuned, taken), "is there already")
     assert is_refused(command("apps.patch", "make", base, "toy/mars", new), "expected")
-    done = command("apps.patch", "make", "toy/sft", "toy/hard", new)  # it made one
-    assert is_refused(done, "toy/hard: is not a training of toy/sft: their weights differ too much")
+    for one, other in (("toy/sft", "toy/hard"), ("toy/hard", "toy/sft")):  # it made a patch
+        done = command("apps.patch", "make", one, other, new)
+        text = f"{other}: is not a training of {one}: their weights differ too much"
+        assert is_refused(done, text)
     config = json.loads((tmp_path / "base/config.json").read_text())
     (tmp_path / "base/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     done = command("apps.patch", "make", base, tuned, new)
