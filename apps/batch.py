@@ -27,7 +27,7 @@ from plumbing.terminal import note, statistics
 def answer_all(decoder: Decoder, requests: deque[tuple[dict, Sequence]], chat: Chat) -> None:
     """Print each answer as soon as it and all before it are done.
 
-    Then statistics, also after Ctrl-C: the answers that were printed are whole.
+    requests: what is printed of a prompt, and its answer. At the end, or after Ctrl-C, statistics.
     """
     num_prompts = len(requests)
     num_tokens = 0
@@ -40,22 +40,17 @@ def answer_all(decoder: Decoder, requests: deque[tuple[dict, Sequence]], chat: C
                 num_forwards += 1
                 bar.update(answer.done)
                 while requests and requests[0][1].done:
-                    bar.write(json.dumps(as_row(*requests.popleft(), chat)))
+                    row, first = requests.popleft()
+                    row["response"] = chat.decode(first.tokens)
+                    row["tokens"] = len(first.tokens)
+                    row["forwards"] = first.forwards
+                    row["finish_reason"] = "stop" if first.tokens[-1] in first.stop else "length"
+                    bar.write(json.dumps(row))
                     sys.stdout.flush()
     finally:
         num_answers = num_prompts - len(requests)
         figures = statistics(num_tokens, num_forwards, time.perf_counter() - began)
         note(f"{num_answers} of {num_prompts} answers, {num_tokens} tokens: {figures}")
-
-
-def as_row(given: dict, answer: Sequence, chat: Chat) -> dict:
-    """What is printed for a prompt: what was given of it, and its answer."""
-    return given | {
-        "response": chat.decode(answer.tokens),
-        "tokens": len(answer.tokens),
-        "forwards": answer.forwards,
-        "finish_reason": "stop" if answer.tokens[-1] in answer.stop else "length",
-    }
 
 
 def main() -> None:
@@ -78,8 +73,9 @@ def main() -> None:
     for line_number, row in rows.items():
         with naming(f"{args.file}:{line_number}"):
             sequence = decoder.add(prompts[line_number], tau=row.get("tau"))
-        given = {key: row[key] for key in ("prompt", "messages") if row.get(key)}
-        requests.append(({"id": row.get("id", line_number)} | given, sequence))
+        shown = {"id": row.get("id", line_number)}
+        shown |= {key: row[key] for key in ("prompt", "messages") if row.get(key)}
+        requests.append((shown, sequence))
     answer_all(decoder, requests, chat)
 
 

@@ -13,6 +13,7 @@ from decode import Decoder, Method, Options, add_options, load_for_decoding, rea
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
+from plumbing.files import atomic_write
 from plumbing.terminal import TextStream, note
 from scheduler import Position, Sequence, num_in_common
 
@@ -37,34 +38,26 @@ class TracedMethod:
         accepted = self.method.accept(sequence, tokens, confidences)
         fed = self.fed[: len(tokens) - 1]  # a cache block may have had no room for all of it
         guesses = [token for token, pos, prefix in fed if prefix == pos + 1]
-        prefixes = {prefix for _, _, prefix in fed[len(guesses) :]}
         facts = {
             "checked": self.labels(guesses),
             "held": num_in_common(guesses, accepted),
             "masks": len(fed) - len(guesses),
-            "groups": len(prefixes),
+            "groups": len({prefix for _, _, prefix in fed[len(guesses) :]}),
         }
+        shown = range(len(tokens))
+        passed = len(accepted)
         if self.is_lossless:
-            facts |= self.next_guesses(sequence, tokens, confidences)
+            shown = sequence.state.useful
+            planned = [guess.token for guess in sequence.state.guesses]
+            passed = num_in_common([tokens[i] for i in shown], planned)
+            facts["looked_up"] = self.labels(planned[passed:])
             # So many masks of the group are of no use: they stand where tokens are known by now.
-            facts["first"] = plan.group_size - len(facts["candidates"])
-        else:
-            facts["candidates"] = list(zip(self.labels(tokens), confidences))
-            facts["passed"] = len(accepted)
+            facts["first"] = plan.group_size - len(shown)
+        labels = self.labels(tokens)
+        facts["passed"] = passed
+        facts["candidates"] = [(labels[i], confidences[i]) for i in shown]
         self.forwards.append(facts)
         return accepted
-
-    def next_guesses(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> dict:
-        """What the useful masks predict, and what becomes of it in the plan of the next forward."""
-        plan = sequence.state
-        candidates = [tokens[i] for i in plan.useful]
-        guesses = [guess.token for guess in plan.guesses]
-        num_from_masks = num_in_common(candidates, guesses)
-        return {
-            "candidates": list(zip(self.labels(candidates), [confidences[i] for i in plan.useful])),
-            "passed": num_from_masks,
-            "looked_up": self.labels(guesses[num_from_masks:]),
-        }
 
     def labels(self, tokens: list[int]) -> list[str]:
         return [self.chat.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
@@ -106,7 +99,7 @@ def main() -> None:
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
     page = make_page(args.prompt, options, trace(decoder, chat))
-    args.page.write_text(page, encoding="utf-8")
+    atomic_write(args.page, lambda file: file.write_text(page, encoding="utf-8"))
     note(f"{args.page}: open it in a browser")
 
 
