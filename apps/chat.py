@@ -16,8 +16,7 @@ from plumbing.chat import Chat
 from plumbing.errors import UserError, run_main
 from plumbing.terminal import note, print_answer
 
-SET_TAU = "/tau 0.7 sets tau"
-RESET = "/reset starts a new conversation"
+COMMANDS = "/tau 0.7 sets tau (after --tau), /reset starts a new conversation"
 LONGEST = 16384  # tokens of a conversation; its cache is made once
 
 
@@ -39,7 +38,7 @@ class Conversation:
         if line == "/reset":
             self.messages = self.opening
         elif line.startswith("/tau "):
-            if self.decoder.options.is_lossless:
+            if self.tau is None:
                 raise UserError("there is no tau to set: start the conversation with --tau")
             tau = float(line.removeprefix("/tau "))
             check_tau(tau, self.decoder.options.metric)
@@ -72,10 +71,9 @@ def main() -> None:
     conversation = Conversation(model, chat, options, args.system)
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
-    commands = RESET if options.is_lossless else f"{SET_TAU}, {RESET}"
-    note(f"{commands}, Ctrl-C ends an answer, Ctrl-D the conversation")
+    note(f"{COMMANDS}, Ctrl-C ends an answer, Ctrl-D the conversation")
     while True:
-        knob = "> " if options.is_lossless else f"tau {conversation.tau:g}> "
+        knob = "> " if conversation.tau is None else f"tau {conversation.tau:g}> "
         try:
             conversation.take(input(knob if sys.stdout.isatty() else "").strip())
         except EOFError:
@@ -83,7 +81,7 @@ def main() -> None:
         except KeyboardInterrupt:  # of a half-typed line
             note("")
         except ValueError as error:  # a UserError; not a number; not UTF-8
-            note(f"error: {error}; {commands}")
+            note(f"error: {error}; {COMMANDS}")
 
 
 if __name__ == "__main__":
