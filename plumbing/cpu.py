@@ -123,7 +123,7 @@ def advise(model: nn.Module) -> None:
 
 @functools.cache
 def advise_int8() -> None:
-    note("--dtype int8 may be several times faster on this CPU")
+    note("--dtype int8 reads a quarter of the bytes of float32, and this CPU can (docs/speed.md)")
 
 
 def float_beside_int8() -> torch.dtype:
