@@ -115,7 +115,7 @@ def split(product: Product, layers: list[nn.Linear]) -> Callable[[Tensor], tuple
 
 
 def advise(model: nn.Module) -> None:
-    """Say once that 8 bits would be faster, where they would."""
+    """Say once that weights in 8 bits are fewer bytes to read, where the CPU can."""
     is_large = model.head.numel() >= SMALL
     if is_large and model.dtype == torch.float32 and not can_pack(torch.bfloat16) and is_exact():
         advise_int8()
