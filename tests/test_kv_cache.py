@@ -29,8 +29,8 @@ def test_the_mask_of_the_loop_is_the_mask_rule():
         cache.lengths = [rng.randint(0, 70), rng.randint(0, 70)]  # the longer decides on the span
         feeds = [random_positions(rng, length) for length in cache.lengths]
         width = max(map(len, feeds))
-        cache.pos_prefix += rng.randint(0, 9)  # what earlier forwards left
         for row, length in enumerate(cache.lengths):
+            cache.pos_prefix[row] = torch.tensor(rng.choice(feeds[row]))  # left by earlier forwards
             cached = torch.arange(length)
             cache.pos_prefix[row, :length] = torch.stack([cached, cached + 1], dim=-1)
         padded = [feed + [(200, 201)] * (width - len(feed)) for feed in feeds]

@@ -11,11 +11,12 @@ from decode import Decoder, Options
 
 def test_a_row_that_is_done_lengthens_nothing():
     """Attention does not span the slots of an answer that has ended, however many they were."""
-    decoder = Decoder(endless_model(), Options(tau=1, max_new=40), rows=8, longest=302)
-    decoder.add([2] * 300, max_new=2)
-    short = decoder.add([2])
-    spans = [decoder.cache.span for _ in decoder]
-    assert max(spans) > 300 and spans[-1] == 64 and len(short.tokens) == 40
+    for rows in (8, 3):  # of eight the idle ones are left out, of three they are fed padding
+        decoder = Decoder(endless_model(), Options(tau=1, max_new=40), rows, longest=302)
+        decoder.add([2] * 300, max_new=2)
+        short, _ = decoder.add([2]), decoder.add([2])
+        spans = [decoder.cache.span for _ in decoder]
+        assert max(spans) > 300 and spans[-1] == 64 and len(short.tokens) == 40
 
 
 @pytest.mark.parametrize("block, block_cache", [(8, None), (2, 20), (8, 20)])
