@@ -73,8 +73,8 @@ class Scheduler:
         are left out once they are half of all. (To leave out a row makes the cache copy all
         others, so for fewer it costs more than it saves.)
         """
-        # While a row waits (BlockCache) no new text begins. It would have an open block, and the
-        # row would have to wait for that, too. (A row that waits and is done was cancelled.)
+        # While a row waits (only with a BlockCache) no new text begins. It would have an open
+        # block, and the row would have to wait for that, too. (A row that is done was cancelled.)
         if all(self.sequences[row].done for row in self.waiting):
             self.admit()
         running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
@@ -89,13 +89,9 @@ class Scheduler:
                 rows = list(running)
         lengths = {row: len(running[row].token_ids) for row in rows if row in running}
         self.waiting = self.cache.waiting(lengths)
-        turns = []
-        for row in rows:
-            sequence = None
-            if row not in self.waiting:
-                sequence = running.get(row)
-            turns.append((row, sequence))
-        return turns, bool(new)
+        for row in self.waiting:
+            del running[row]
+        return [(row, running.get(row)) for row in rows], bool(new)
 
     def admit(self) -> None:
         """Give each free row a sequence of the queue."""
