@@ -252,11 +252,6 @@ class Feed(NamedTuple):
         """The index of the sequence and the pos of the token that each column predicts."""
         return [(self.sequence.index, self.positions[column][1] + 1) for column in self.columns]
 
-    @property
-    def clean(self) -> list[int]:
-        """What is fed as text: real tokens, then guesses."""
-        return [token for token, pos, prefix in self.positions if prefix == pos + 1]
-
 
 class Decoder:
     """Decodes many sequences, each in a row of one cache. `add` prompts at any time.
@@ -286,7 +281,7 @@ class Decoder:
             self.method = method
         elif options.is_lossless:
             on_cpu = model.device.type == "cpu"
-            self.method = Lossless(self.block, config.mask_token_id, on_cpu, is_batch=rows > 1)
+            self.method = Lossless(self.block, config.mask_token_id, on_cpu, rows)
         else:
             self.method = Threshold(self.block, config.mask_token_id, options.metric, options.guard)
         self.cache = cache or make_cache(model, rows, self.longest, self.method.widest, options)
@@ -341,8 +336,9 @@ class Decoder:
             news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
             # What was fed as text and is text now stays: real tokens, and guesses that held. (The
             # last accepted token was not fed: the next forward feeds it.)
+            fed = [token for token, pos, prefix in feed.positions if prefix == pos + 1]
             text = feed.sequence.token_ids[self.cache.lengths[feed.row] :]
-            counts.append(num_in_common(feed.clean, text))
+            counts.append(num_in_common(fed, text))
         self.cache.commit(counts)
         return news
 

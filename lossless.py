@@ -91,14 +91,16 @@ class Guess(NamedTuple):
 class Lossless:
     """The decoding method without a tau: see `Method` in decode.py."""
 
-    def __init__(self, block: int, mask_id: int, positions_cost: bool, is_batch: bool):
-        """block: the most masks in a group, B. positions_cost: does each take time, as on a CPU?"""
+    def __init__(self, block: int, mask_id: int, on_cpu: bool, rows: int = 1):
+        """block: the most masks in a group, B. on_cpu: there each position takes time."""
         self.block = block
         self.mask_id = mask_id
-        self.positions_cost = positions_cost
-        batch_costs = positions_cost and is_batch  # every row is as wide as the widest
-        self.looks_up = not batch_costs
-        self.most_groups = 1 if batch_costs else MOST_GROUPS
+        self.on_cpu = on_cpu
+        self.looks_up = True
+        self.most_groups = MOST_GROUPS
+        if on_cpu and rows > 1:  # every row is as wide as the widest
+            self.looks_up = False
+            self.most_groups = 1
         self.chances = dict(FIRST_CHANCES)
 
     @property
@@ -108,7 +110,7 @@ class Lossless:
 
     def group_size(self) -> int:
         """How many masks a group has now."""
-        if not self.positions_cost:
+        if not self.on_cpu:
             return self.block
         size = 1
         while size < self.block and self.chances[MASKS] ** size >= LEAST_FOR_A_MASK:

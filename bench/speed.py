@@ -196,11 +196,11 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
     add("lossless")
     if rows == 1:
         on_cpu = model.device.type == "cpu"
-        masks_alone = Lossless(block, mask_id, positions_cost=on_cpu, is_batch=False)
+        masks_alone = Lossless(block, mask_id, on_cpu)
         masks_alone.looks_up = False
         add("lossless, masks alone", masks_alone)
         # A block of no masks: the text's guesses alone.
-        add("lossless, look-up alone", Lossless(0, mask_id, positions_cost=False, is_batch=False))
+        add("lossless, look-up alone", Lossless(0, mask_id, on_cpu=False))
     return ways
 
 

@@ -39,8 +39,8 @@ def use_lossless(monkeypatch, groups: int, looks_up=False, on_cpu=False) -> None
     on_cpu: of as many masks as are likely of use.
     """
 
-    def method(block: int, mask_id: int, positions_cost: bool, is_batch: bool) -> Lossless:
-        made = Lossless(block, mask_id, on_cpu, is_batch=False)
+    def method(block: int, mask_id: int, *_) -> Lossless:
+        made = Lossless(block, mask_id, on_cpu)
         made.most_groups = groups
         made.looks_up = looks_up
         return made

@@ -44,7 +44,7 @@ def planned(*chances: float, most=9, text=(), of_text=None) -> tuple[list[int], 
 
     of_text: the chances of guesses from the text.
     """
-    method = Lossless(block=9, mask_id=MASK, positions_cost=True, is_batch=False)
+    method = Lossless(block=9, mask_id=MASK, on_cpu=True)
     method.chances |= of_text or {}
     from_masks = [Guess(token, chance) for token, chance in enumerate(chances, start=11)]
     guesses = method.chain(PromptLookup(), text or [2], from_masks)
@@ -89,7 +89,7 @@ def test_guesses_are_judged():
     """By those that were checked, the first that failed among them."""
     of_two, of_four = Guess(3, 0.9, source=2), Guess(3, 0.9, source=4)
     fed = [of_two, Guess(3, 0.9), of_four, of_two]
-    method = Lossless(block=9, mask_id=MASK, positions_cost=True, is_batch=False)
+    method = Lossless(block=9, mask_id=MASK, on_cpu=True)
     down, up = 0.5 * (1 - RATE), 0.5 * (1 - RATE) + RATE
     for num_held, two, mask, four in (
         (0, down, 0.5, 0.5),
