@@ -28,6 +28,7 @@ from plumbing.errors import UserError
 from plumbing.files import check_shapes, read_json, read_tensors
 from plumbing.hub import locate
 from plumbing.int8 import check_int8
+from plumbing.mps import check_logits
 
 TOY = Path(__file__).parent / "toy" / "mars"
 
@@ -432,6 +433,8 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
         return_freed_memory()  # else the float weights, once freed, still fill the process
         dtype = float_beside_int8()
     directory = TOY if name is None else locate(name)
+    if available_device(device).type == "mps":
+        check_logits(load_model(directory, device), load_model(directory, "cpu"))
     model = load_model(directory, device, dtype)
     chat = Chat(directory)
     add_mask_token(model, chat)
