@@ -46,19 +46,19 @@ def models(folder):
         yield ours.double(), theirs, prompt
 
 
-def run(model, prompt: list[int], max_new: int, generate=None, **options):
+def run(model, prompt: list[int], generate=None, **options):
     """The output, and the new tokens as output.tokens."""
     ids = torch.tensor([prompt])
-    options |= {"max_new_tokens": max_new, "return_dict_in_generate": True, "pad_token_id": EOS}
+    options = {"return_dict_in_generate": True, "pad_token_id": EOS} | options
     output = (generate or model.generate)(ids, **options)
     output.tokens = output.sequences[0, len(prompt) :].tolist()
     return output
 
 
-def ar(model, prompt: list[int]) -> list[int]:
+def ar(model, prompt: list[int], max_new: int) -> list[int]:
     """transformers' own greedy text, one token per forward, which never has a mask."""
     plain = partial(AR, model, suppress_tokens=[model.config.mask_token_id])
-    return run(model, prompt, 40, plain).tokens
+    return run(model, prompt, plain, max_new_tokens=max_new).tokens
 
 
 def test_a_tau_is_naive(tmp_path):
@@ -69,7 +69,7 @@ def test_a_tau_is_naive(tmp_path):
             hook = ours.register_forward_hook(lambda *_, calls=calls: calls.append(1))
             tokens = naive(ours, prompt, tau, ours.config.block, max_new=30)
             hook.remove()
-            done = run(theirs, prompt, 30, tau=tau)
+            done = run(theirs, prompt, tau=tau, max_new_tokens=30)
             assert (done.tokens, done.num_forwards) == (tokens, len(calls)), tau
 
 
@@ -77,62 +77,67 @@ def test_lossless_is_greedy_ar_in_fewer_forwards(tmp_path):
     """Random texts repeat themselves (prompt lookup), the bundled model's masks guess well."""
     tokens, forwards = Counter(), Counter()
     for _, model, prompt in models(tmp_path):
-        done = run(model, prompt, 40)
-        as_function = run(model, prompt, 40, partial(AR, model, custom_generate=mars))
-        assert done.tokens == as_function.tokens == ar(model, prompt)
+        done = run(model, prompt, max_new_tokens=40)
+        function = partial(AR, model, custom_generate=mars)
+        as_function = run(model, prompt, function, max_new_tokens=40)
+        assert done.tokens == as_function.tokens == ar(model, prompt, max_new=40)
         tokens[model.vocab_size] += len(done.tokens)
         forwards[model.vocab_size] += done.num_forwards
     assert tokens[8] > 1.4 * forwards[8] and tokens[640] > 2.5 * forwards[640]
 
 
 def test_samples_are_ars(tmp_path):
-    """What follows the commonest first token, by a chi-square test against the probabilities; and
-    a text is the one that tau 1 draws with the same seed, also with a processor."""
+    """Two tokens, by a chi-square test against their probabilities; and a text is the one that
+    tau 1 draws with the same seed, also with a processor."""
     options = {"do_sample": True, "temperature": 1.3, "top_k": 0, "eos_token_id": None}
     _, model, prompt = next(models(tmp_path))
-
     torch.manual_seed(0)
-    count = len(cases(300, 5000))
-    counts = Counter(tuple(run(model, prompt, 2, **options).tokens) for _ in range(count))
-    likeliest, num_of_it = Counter(one for one, _ in counts.elements()).most_common(1)[0]
-    logits = model(torch.tensor([[*prompt, likeliest]])).logits[0, -1] / 1.3
-    logits[MASK] = -torch.inf
-    expected = logits.softmax(-1) * num_of_it
-    seen = torch.tensor([counts[likeliest, token] for token in range(8)])
+    num_draws = len(cases(300, 5000))
+    draws = [run(model, prompt, max_new_tokens=2, **options).tokens for _ in range(num_draws)]
+    counts = Counter(map(tuple, draws))
+    seen = torch.tensor([[counts[first, second] for second in range(8)] for first in range(8)])
+    texts = torch.tensor([[*prompt, first] for first in range(8)])
+    logits = model(texts).logits[:, -2:] / 1.3  # (8, 2, 8)
+    logits[..., MASK] = -torch.inf
+    probs = logits.softmax(-1)
+    expected = num_draws * probs[0, 0, :, None] * probs[:, 1]  # (8, 8)
     chi2 = ((seen - expected) ** 2 / expected)[expected > 2]
-    assert len(chi2) > 3 and chi2.sum() < len(chi2) + 4.5 * (2 * len(chi2)) ** 0.5
+    assert len(chi2) > 10 and chi2.sum() < len(chi2) + 4.5 * (2 * len(chi2)) ** 0.5
+
     model = open_folder()
+    options |= {"max_new_tokens": 40, "repetition_penalty": 1.1}
     for seed, prompt in enumerate(toy_prompts(Chat(BASE))[:3]):
         torch.manual_seed(seed)
-        done = run(model, prompt, 40, repetition_penalty=1.1, **options)
+        done = run(model, prompt, **options)
         torch.manual_seed(seed)
-        assert (
-            done.tokens == run(model, prompt, 40, tau=1, repetition_penalty=1.1, **options).tokens
-        )
+        assert done.tokens == run(model, prompt, tau=1, **options).tokens
         assert done.num_forwards < 40
 
 
 def test_it_ends_exactly_there():
-    """At an end of turn, max_new_tokens or a stopping criterion, also inside a run of accepted
-    tokens; a streamer gets the prompt, then every token once, in order."""
+    """At an end of turn, a length or a stopping criterion, also inside a run of accepted tokens; a
+    streamer gets the prompt, then every token once, in order, and its end."""
     prompt = toy_prompts(Chat(BASE))[0]
     model = open_folder()
-    whole = ar(model, prompt)
+    whole = ar(model, prompt, max_new=60)
+    end = torch.tensor([-1])
     for tau, stop in product((None, 0.5), (1, 2, 3, 4, 7, len(whole))):
         eos = whole[stop - 1]
         first = whole[: whole.index(eos) + 1]
-        is_end = [lambda ids, _, eos=eos: ids[:, -1] == eos]
-        ways = [(whole[:stop], {"max_new": stop}), (first, {"eos_token_id": [7, eos]})]
-        for expected, options in [*ways, (first, {"stopping_criteria": is_end})]:
+        criterion = [lambda ids, _, eos=eos: ids[:, -1] == eos]
+        ways = [(first, {"eos_token_id": eos}), (first, {"stopping_criteria": criterion})]
+        ways += [(whole[:stop], {"max_new_tokens": stop})]
+        ways += [(whole[:stop], {"max_new_tokens": None, "max_length": len(prompt) + stop})]
+        for expected, options in ways:
             got = []  # one tensor for each call
-            streamer = SimpleNamespace(put=got.append, end=list)
-            options = {"max_new": 60, "tau": tau, "streamer": streamer} | options
+            streamer = SimpleNamespace(put=got.append, end=partial(got.append, end))
+            options = {"max_new_tokens": 60, "tau": tau, "streamer": streamer} | options
             assert run(model, prompt, **options).tokens == expected
-            assert torch.cat([part.flatten() for part in got]).tolist() == prompt + expected
+            assert torch.cat([part.flatten() for part in got]).tolist() == [*prompt, *expected, -1]
     # The cache that came back takes the next turn.
-    cut = run(model, prompt, 3)
-    name = "cache" if "cache" in cut else "past_key_values"
-    assert run(model, prompt + cut.tokens, 37, **{name: cut[name]}).tokens == whole[3:]
+    cut = run(model, prompt, max_new_tokens=3)
+    cache = {name: cut[name] for name in ("cache", "past_key_values") if name in cut}
+    assert run(model, prompt + cut.tokens, max_new_tokens=57, **cache).tokens == whole[3:]
 
 
 def test_what_cannot_be_is_refused():
@@ -146,18 +151,19 @@ def test_what_cannot_be_is_refused():
 
 def test_a_saved_folder(tmp_path):
     """It brings the file if masks were trained, and loads as before: in transformers without
-    trust_remote_code (one token per forward), and in ours. The bundled folder's file is the same.
-    Saving over an old folder replaces the file."""
+    trust_remote_code (one token per forward), and in ours. Saving again replaces the file."""
     name = "custom_generate/generate.py"
-    assert (ROOT / name).read_bytes() == (ROOT / "toy/mars" / name).read_bytes()
+    file = (ROOT / name).read_bytes()
+    assert file == (ROOT / "toy/mars" / name).read_bytes()
     model = tiny_model(random.Random(0), vocab_size=640)
     for block, out in ((None, tmp_path / "plain"), (4, tmp_path / "mars"), (4, tmp_path / "mars")):
         model.config.block = block
         save_model(model, Chat(BASE), out)
-        assert (out / name).exists() == (block is not None)
         load(str(out))
         if int(transformers.__version__.split(".")[0]) >= 5:  # 4 runs the code of any local folder
             plain = transformers.AutoModelForCausalLM.from_pretrained(out)
             assert plain.generate.__func__ is AR
+        assert (out / name).exists() == (block is not None)
         if block:
+            assert (out / name).read_bytes() == file
             (out / name).write_text("an older one")
