@@ -387,13 +387,12 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe,
         cpu.return_freed_memory()
     if dist.is_torchelastic_launched():
         device = processes.join(device)
-    with processes.together():
-        check_out(args.out)
-        rows = JsonlFile(args.data)  # first: a model may take long to download
-        progress = find_progress(args, rows)
-        model, chat = open_model(args, device)
-        model.config.block = block
-        data = Dataset(rows, chat, model.config.eos_token_id, args.max_length, args.seed)
+    check_out(args.out)
+    rows = JsonlFile(args.data)  # first: a model may take long to download
+    progress = find_progress(args, rows)
+    model, chat = open_model(args, device)
+    model.config.block = block
+    data = Dataset(rows, chat, model.config.eos_token_id, args.max_length, args.seed)
     num_streams = 1 if block is None else 2
     batch = min(args.batch, data.num_usable)  # more would be the same rows again
     recipe = Recipe(

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict
 
 from .errors import failure_as
 from .files import read_json, write_json
-from .processes import leads, together
+from .processes import leads
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
@@ -41,7 +41,7 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
         path = self.directory / f"step-{progress['step']:08d}"
         temporary = path.with_suffix(".tmp")
-        with together(), failure_as(f"{path}: not saved (is the disk full?); others are intact"):
+        with failure_as(f"{path}: not saved (is the disk full?); others are intact"):
             try:
                 dcp.save(tensors_of(model, optimizer), checkpoint_id=temporary)
                 if leads():
@@ -56,7 +56,7 @@ class Checkpoints:
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the newest checkpoint, in place."""
         path = self.paths()[-1]
-        with together(), failure_as(f"{path}: damaged; delete it to resume from the one before"):
+        with failure_as(f"{path}: damaged; delete it to resume from the one before"):
             dcp.FileSystemReader(path).read_metadata()  # where `load` prints a traceback
             found = tensors_of(model, optimizer)
             dcp.load(found, checkpoint_id=path)

@@ -1,10 +1,9 @@
-"""One process or several: torchrun, sharding with FSDP2, and errors that stop all of them."""
+"""One process or several: torchrun, which ends all if one fails, and sharding with FSDP2."""
 
-import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from .errors import UserError, describe, run_main
+from .errors import UserError, run_main
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -39,27 +38,6 @@ def say(text: str) -> None:
         sys.stdout.flush()
     except OSError:
         sys.stdout = open(os.devnull, "w")
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """What the user can fix in one process stops all: the others would wait for it forever."""
-    message = None
-    try:
-        yield
-    except (UserError, OSError) as error:
-        message = describe(error)
-    if dist.is_initialized():
-        messages = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, message)
-        message = next(filter(None, messages), None)
-    if message and not leads():  # the first process says why
-        # It exits instead of joining this gather, which then fails; torchrun ends whoever is left.
-        with contextlib.suppress(RuntimeError):
-            dist.all_gather_object([None] * dist.get_world_size(), None)
-        sys.exit(2)
-    if message:
-        raise UserError(message)
 
 
 def join(device: torch.device) -> torch.device:

@@ -20,7 +20,7 @@ from .data import Dataset, reasons
 from .errors import UserError, failure_as
 from .files import has_model, save
 from .jsonl import JsonlFile
-from .processes import leads, say, together
+from .processes import leads, say
 from .signals import StopSignal
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
@@ -64,13 +64,11 @@ def check_out(out: Path) -> None:
 
 def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:
     """Where the run begins: the newest checkpoint, or step 0. UserError if it may not use --out."""
-    out = args.out
-    if out.is_file():
-        raise UserError(f"--out {out}: a file, not a directory")
     settings = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():
         if name not in MAY_CHANGE:
             settings["--" + name.replace("_", "-")] = str(value)
+    out = args.out
     found = Checkpoints(out / "checkpoints").newest()
     if found and args.resume:
         for name, value in settings.items():
@@ -109,23 +107,27 @@ class Run:
     def __enter__(self) -> "Run":
         self.checkpoints = Checkpoints(self.out / "checkpoints")
         self.step = self.saved_step = self.progress["step"]
-        with together(), failure_as(f"--out {self.out}: cannot be written to"):
-            if leads():
-                self.out.mkdir(parents=True, exist_ok=True)
-                for pattern in ("checkpoints/step-*.tmp", "saving-*.tmp"):
-                    for path in self.out.glob(pattern):
-                        shutil.rmtree(path)  # a kill left it half-written or half-deleted
-                # The steps that no checkpoint holds are made, and logged, again.
-                self.log_file = open(self.out / "log.jsonl", "a+")
-                self.log_file.seek(0)
-                for _ in range(self.step):
-                    self.log_file.readline()
-                self.log_file.truncate(self.log_file.tell())
+        if leads():
+            with failure_as(f"--out {self.out}: cannot be written to"):
+                self.open_log()
         hidden = None if leads() else True  # None: hidden unless there is a terminal
         self.bar = tqdm(total=self.num_steps, initial=self.step, bar_format=BAR, disable=hidden)
         self.last_line = time.monotonic()
         self.stop_signal = StopSignal()
         return self
+
+    def open_log(self) -> None:
+        """Remove what a kill left half-written or half-deleted, and what was logged too much."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        for pattern in ("checkpoints/step-*.tmp", "saving-*.tmp"):
+            for path in self.out.glob(pattern):
+                shutil.rmtree(path)
+        # The steps that no checkpoint holds are made, and logged, again.
+        self.log_file = open(self.out / "log.jsonl", "a+")
+        self.log_file.seek(0)
+        for _ in range(self.step):
+            self.log_file.readline()
+        self.log_file.truncate(self.log_file.tell())
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Load the checkpoint, if there is one; the number of steps that are done."""
@@ -166,9 +168,8 @@ class Run:
     def export(self, model: nn.Module) -> None:
         """Write the whole model for its users: see `files.save`."""
         weights = self.whole_weights(model)
-        with together():
-            if leads():
-                save(self.out, model.config.to_json(), self.data.chat, weights)
+        if leads():
+            save(self.out, model.config.to_json(), self.data.chat, weights)
         self.saved_step = self.step
 
     def __exit__(self, *exception: object) -> None:
