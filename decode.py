@@ -69,80 +69,6 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
                 return text[len(prompt) :]
 
 
-# ------------------------------------------------------------------------------------------ options
-
-# The measures of confidence, and the tau at which each is plain AR. At that tau no masks are fed:
-# the test alone would not do, for a confidence that is rounded to 1 (an entropy, to 0) passes it.
-AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
-
-
-@dataclass
-class Options:
-    """How to decode: without a tau lossless, with a tau as in the paper. UserError if impossible.
-
-    Each field is also an option of the command line, where `add_options` says what it means.
-    """
-
-    tau: float | None = None
-    metric: str = "probability"
-    block: int | None = None
-    block_cache: int | None = None
-    guard: bool = False
-    max_new: int = 256
-    temperature: float = 0.0
-    seed: int = 0
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        if self.metric not in AR_TAU:
-            raise UserError(f"metric: must be one of {', '.join(AR_TAU)}, not {self.metric!r}")
-        if self.block is not None:
-            check_number("block", self.block, int, 1, 999)
-        if self.block_cache is not None:
-            check_number("block_cache", self.block_cache, int, 1, 10**9)
-        check_number("max_new", self.max_new, int, 1, 10**9)
-        check_number("temperature", self.temperature, float, 0, 1e30)
-        check_number("seed", self.seed, int, 0, 2**62)
-        if self.tau is not None:
-            check_tau(self.tau, self.metric)
-        elif self.block_cache is not None or self.metric != "probability" or self.guard:
-            raise UserError("--block-cache, --metric and --guard need a --tau")
-
-    @property
-    def is_lossless(self) -> bool:
-        return self.tau is None
-
-    @property
-    def is_plain_ar(self) -> bool:
-        return self.tau == AR_TAU[self.metric]
-
-
-def add_options(parser: Parser, num_taus: str | None = None) -> None:
-    """Add the fields of `Options` to a command line; num_taus: the nargs of --tau."""
-    add = parser.add_argument
-    default = Options()
-    # fmt: off
-    add("--tau", type=float, nargs=num_taus, help="accept a token at least this confident: 1 is "
-        "plain AR, below it the text may differ from AR's; with --metric entropy at most this many "
-        "nats, 0 is AR (default: no tau, lossless: the text of --tau 1, up to rounding, in fewer "
-        "forwards)")
-    add("--metric", choices=tuple(AR_TAU), default=default.metric, help="measure of confidence")
-    add("--block", type=int, help="B, number of masks (default: as in training, or 4)")
-    add("--block-cache", type=int, metavar="N", help="the paper's cache, in blocks of N tokens")
-    add("--guard", action="store_true", help="with a tau: no token that repeats the one before it, "
-        "or that is not what the text says")
-    add("--max-new", type=int, default=default.max_new, help="maximum number of new tokens")
-    add("--temperature", type=float, default=default.temperature, help="0 is greedy")
-    add("--seed", type=int, default=default.seed, help="sampling seed")
-    add("--compile", action="store_true", help="torch.compile: a slow start, then fast on a GPU")
-    # fmt: on
-
-
-def read_options(args: argparse.Namespace) -> Options:
-    """The Options of a command line with `add_options`."""
-    return Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-
-
 # --------------------------------------------------------------------------------------- acceptance
 
 
@@ -165,6 +91,11 @@ class Method(Protocol):
 
         The last token of the text predicts tokens[0]; addition i - 1 predicts tokens[i].
         """
+
+
+# The measures of confidence, and the tau at which each is plain AR. At that tau no masks are fed:
+# the test alone would not do, for a confidence that is rounded to 1 (an entropy, to 0) passes it.
+AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
 
 
 class Threshold:
@@ -226,6 +157,50 @@ def looks_misplaced(sequence: Sequence, accepted: list[int], token: int) -> bool
         sequence.state = PromptLookup()
     said, _ = sequence.state.next_token(sequence.token_ids, accepted)
     return token == accepted[-1] or said not in (None, token)
+
+
+# ------------------------------------------------------------------------------------------ options
+
+
+@dataclass
+class Options:
+    """How to decode: without a tau lossless, with a tau as in the paper. UserError if impossible.
+
+    Each field is also an option of the command line, where `add_options` says what it means.
+    """
+
+    tau: float | None = None
+    metric: str = "probability"
+    block: int | None = None
+    block_cache: int | None = None
+    guard: bool = False
+    max_new: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.metric not in AR_TAU:
+            raise UserError(f"metric: must be one of {', '.join(AR_TAU)}, not {self.metric!r}")
+        if self.block is not None:
+            check_number("block", self.block, int, 1, 999)
+        if self.block_cache is not None:
+            check_number("block_cache", self.block_cache, int, 1, 10**9)
+        check_number("max_new", self.max_new, int, 1, 10**9)
+        check_number("temperature", self.temperature, float, 0, 1e30)
+        check_number("seed", self.seed, int, 0, 2**62)
+        if self.tau is not None:
+            check_tau(self.tau, self.metric)
+        elif self.block_cache is not None or self.metric != "probability" or self.guard:
+            raise UserError("--block-cache, --metric and --guard need a --tau")
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.tau is None
+
+    @property
+    def is_plain_ar(self) -> bool:
+        return self.tau == AR_TAU[self.metric]
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -366,6 +341,32 @@ def generate(model: Qwen2, prompts: list[list[int]], rows=8, **options) -> list[
 
 
 # ------------------------------------------------------------------------------------ command line
+
+
+def add_options(parser: Parser, num_taus: str | None = None) -> None:
+    """Add the fields of `Options` to a command line; num_taus: the nargs of --tau."""
+    add = parser.add_argument
+    default = Options()
+    # fmt: off
+    add("--tau", type=float, nargs=num_taus, help="accept a token at least this confident: 1 is "
+        "plain AR, below it the text may differ from AR's; with --metric entropy at most this many "
+        "nats, 0 is AR (default: no tau, lossless: the text of --tau 1, up to rounding, in fewer "
+        "forwards)")
+    add("--metric", choices=tuple(AR_TAU), default=default.metric, help="measure of confidence")
+    add("--block", type=int, help="B, number of masks (default: as in training, or 4)")
+    add("--block-cache", type=int, metavar="N", help="the paper's cache, in blocks of N tokens")
+    add("--guard", action="store_true", help="with a tau: no token that repeats the one before it, "
+        "or that is not what the text says")
+    add("--max-new", type=int, default=default.max_new, help="maximum number of new tokens")
+    add("--temperature", type=float, default=default.temperature, help="0 is greedy")
+    add("--seed", type=int, default=default.seed, help="sampling seed")
+    add("--compile", action="store_true", help="torch.compile: a slow start, then fast on a GPU")
+    # fmt: on
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """The Options of a command line with `add_options`."""
+    return Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
 
 
 def load_for_decoding(args: argparse.Namespace, options: Options) -> tuple[Qwen2, Chat]:

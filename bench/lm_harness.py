@@ -24,6 +24,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 from tqdm import tqdm
 
 try:
@@ -62,7 +63,7 @@ BUNDLED = {  # the task that is run on problems of ours, and where these are
     "ifeval_bundled": ("ifeval", HERE / "data/ifeval/test.jsonl"),
     "humaneval_bundled": ("humaneval_bundled", HERE / "data/human_eval/test.jsonl"),
 }
-RUN_CODE = ("humaneval_instruct", "humaneval_bundled")  # these run what the model wrote
+RUN_CODE = {"humaneval_instruct", "humaneval_bundled"}  # these run what the model wrote
 
 # ------------------------------------------------------------------------------ the harness's model
 
@@ -175,12 +176,11 @@ def evaluate(lm: Mars, name: str, manager: TaskManager, args) -> tuple[float, fl
             bootstrap_iters=0,
             confirm_run_unsafe_code=args.run_code,
         )
-    num_right, num_problems = 0.0, 0
-    for part, rows in results["samples"].items():  # a task such as bbh has many
-        count = len({row["doc_id"] for row in rows})  # the harness has a row for each filter
-        num_right += count * results["results"][part][metric]
-        num_problems += count
-    return num_right / num_problems, lm.counts["tokens"] / max(1, lm.counts["forwards"])
+    counts = results["n-samples"]  # of each part: a task such as bbh has many
+    scores = [results["results"][part][metric] for part in counts]
+    sizes = [count["effective"] for count in counts.values()]
+    accuracy = np.average(scores, weights=sizes)
+    return accuracy, lm.counts["tokens"] / max(1, lm.counts["forwards"])
 
 
 def main() -> None:
@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for it a second time
-    elif not set(RUN_CODE).isdisjoint(args.tasks):
+    elif RUN_CODE & set(args.tasks):
         raise UserError("HumanEval runs what the model wrote: allow it with --run-code")
     ways = common.ways_to_decode(args)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

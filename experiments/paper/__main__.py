@@ -9,11 +9,11 @@ report. An interrupted training is resumed. Records of two commits are not compa
 anew, delete all, or check out the commit of the others.
 """
 
-import datetime
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from model import Qwen2, load
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.data import encode_prompt
-from plumbing.errors import UserError, run_main
+from plumbing.errors import run_main
 from plumbing.files import atomic_write, write_json
 from toy.make import HARD_TEST_ROWS, hard_problem, split, write
 
@@ -38,8 +38,6 @@ WORK = "experiments/work/full"  # data and models; only the records are committe
 RESULTS = ROOT / "experiments/results"
 TRAIN_ROWS = 12_800
 OPTIONS = "--steps 800 --batch 32 --save-every 200 --device cpu"  # of all trainings
-FAST = "--lr 1e-3"
-SLOW = "--lr 5e-4"
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,13 @@ ALL_WAYS = (ONE, *PAPER, OURS, *ENTROPY, *MARGIN, "lossless")
 FEW_WAYS = (ONE, *PAPER[::2], "lossless")
 ARMS = {
     "sft": Arm(ways=(ONE, "jacobi")),
-    "ar": Arm(f"--objective sft {FAST}", num_seeds=3),
-    "ar-slow": Arm(f"--objective sft {SLOW}", num_seeds=3),
-    "mars-4": Arm(f"--block 4 {FAST}", ways=ALL_WAYS, num_seeds=3),
-    "mars-4-slow": Arm(f"--block 4 {SLOW}", num_seeds=3),
-    "mars-4-long": Arm(f"--block 4 {FAST} --steps 1600"),
-    "mars-8": Arm(f"--block 8 {FAST}", 8, FEW_WAYS),
-    "mars-16": Arm(f"--block 16 {FAST}", 16, FEW_WAYS),
+    "ar": Arm("--objective sft --lr 1e-3", num_seeds=3),
+    "ar-slow": Arm("--objective sft --lr 5e-4", num_seeds=3),
+    "mars-4": Arm("--block 4 --lr 1e-3", ways=ALL_WAYS, num_seeds=3),
+    "mars-4-slow": Arm("--block 4 --lr 5e-4", num_seeds=3),
+    "mars-4-long": Arm("--block 4 --lr 1e-3 --steps 1600"),
+    "mars-8": Arm("--block 8 --lr 1e-3", 8, FEW_WAYS),
+    "mars-16": Arm("--block 16 --lr 1e-3", 16, FEW_WAYS),
 }
 
 
@@ -90,38 +88,35 @@ def this_commit() -> str:
 
 
 def complete(name: str, seed: int, problems: list[dict]) -> None:
-    """Train an arm with a seed, measure it, and write the record."""
+    """Train an arm with a seed, decode the problems in its ways, and write the record.
+
+    The record also has how well the written answers are predicted, one token ahead.
+    """
     arm = ARMS[name]
-    model = START
+    directory = START
     command = ""
     if arm.options:
-        model = f"{WORK}/{name}-{seed}"
+        directory = f"{WORK}/{name}-{seed}"
         command = f"python train.py --model {START} --data {WORK}/train.jsonl {OPTIONS}"
-        command += f" --out {model} --seed {seed} {arm.options}"
+        command += f" --out {directory} --seed {seed} {arm.options}"
         # --resume goes on with an interrupted training, and ends at once after one.
         words = [sys.executable, *command.split()[1:], "--resume"]
-        if subprocess.run(words, cwd=ROOT).returncode:
-            raise UserError(f"{command}: failed")
-    made = f"{datetime.date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}"
-    record = {"command": command, "commit": this_commit(), "made": made}
-    record |= measure(ROOT / model, arm, problems)
-    atomic_write(record_path(name, seed), lambda path: write_json(path, record))
-
-
-def measure(directory: Path, arm: Arm, problems: list[dict]) -> dict:
-    """Decode in the arm's ways; and predict the written answers one token ahead."""
-    model, chat = load(str(directory))  # float32, on the CPU
-    decoded = {way: decode(model, chat, problems, way, arm.block) for way in arm.ways}
+        subprocess.run(words, cwd=ROOT, check=True)
+    model, chat = load(str(ROOT / directory))  # float32, on the CPU
     examples = given_responses(model, chat, problems)
     nats = [predict(model, each.tokens, each.prompt_length)[0].sum().item() for each in examples]
-    return {
-        "decoded": decoded,
+    record = {
+        "command": command,
+        "commit": this_commit(),
+        "made": f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}",
+        "decoded": {way: measure(model, chat, problems, way, arm.block) for way in arm.ways},
         "nats": " ".join(f"{one:.4f}" for one in nats),
         "tokens": sum(len(example.response) for example in examples),
     }
+    atomic_write(record_path(name, seed), lambda path: write_json(path, record))
 
 
-def decode(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int) -> dict:
+def measure(model: Qwen2, chat: Chat, problems: list[dict], way: str, block: int) -> dict:
     """Which problems were answered right, as a text of 0 and 1, and what the tokens cost."""
     prompts = [encode_prompt(problem, chat) for problem in problems]
     if way == "jacobi":

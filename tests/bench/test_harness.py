@@ -100,7 +100,7 @@ def test_a_turn_that_the_task_begins(lm):
     assert text == lm.chat.prompt(turns[:1]) + "It is"
 
 
-@pytest.mark.parametrize("task", lm_harness.RUN_CODE)
+@pytest.mark.parametrize("task", sorted(lm_harness.RUN_CODE))
 def test_humaneval_must_be_allowed_to_run_code(monkeypatch, task):
     monkeypatch.setattr("sys.argv", ["lm_harness", "--tasks", task])
     with pytest.raises(UserError, match="allow it with --run-code"):
