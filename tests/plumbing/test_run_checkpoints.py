@@ -8,22 +8,20 @@ from training import DRAFT, checkpoints, log, run_train, start
 
 from plumbing import checkpoints as module
 
-FULL_DISKS = [
-    OSError(28, "No space left on device"),
-    # Torch's own is not even an Exception, and does not say that the disk is full: our line asks.
-    api.CheckpointException("write", {0: api._wrap_exception(RuntimeError("unexpected pos 704"))}),
-]
+# Torch's own is not even an Exception, and does not say that the disk is full: our line asks.
+FULL_DISK = api.CheckpointException(
+    "write", {0: api._wrap_exception(RuntimeError("unexpected pos 704"))}
+)
 
 
-@pytest.mark.parametrize("error", FULL_DISKS, ids=["python", "torch"])
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written(data, out, monkeypatch, error):
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written(data, out, monkeypatch):
     """The third checkpoint: nothing of it is left, the two before it and the log are as they were,
     and with room again the run goes on from there."""
     write = module.write_json
 
     def full(path, content):
         if "step-00000003" in str(path):
-            raise error
+            raise FULL_DISK
         write(path, content)
 
     monkeypatch.setattr(module, "write_json", full)
@@ -31,7 +29,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written(data, out, monkeypat
     done = run_train(*words)
     assert done.status == 2 and done.err.count("\n") == 1, done.err
     assert "step-00000003: not saved (is the disk full?); others are intact" in done.err
-    assert type(error).__name__ in done.err
+    assert "CheckpointException" in done.err
     assert "holds the model of step 2" in done.out
     assert checkpoints(out) == ["step-00000001", "step-00000002"]
     monkeypatch.undo()
@@ -44,11 +42,10 @@ DYING = "import os, train, plumbing.files; from plumbing.errors import run_main;
 DYING += "plumbing.files.save_file = lambda *_, **__: os._exit(9); run_main(train.main)"
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_kill_while_the_model_is_written(data, out, steps):
+def test_a_kill_while_the_model_is_written(data, out):
     """The half-written model is not left on the disk when the run is over; the whole one is, also
     if there is no step left to make."""
-    words = (*DRAFT, "--data", data, "--out", out, "--steps", steps, "--save-every", 1)
+    words = (*DRAFT, "--data", data, "--out", out, "--steps", 1)
     process = start(*words, script=("-c", DYING))
     process.communicate()
     assert process.returncode == 9 and checkpoints(out) == ["step-00000001"]
