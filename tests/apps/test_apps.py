@@ -75,15 +75,6 @@ def test_a_system_message_survives_a_reset(monkeypatch, answers, chat):
     assert "system\nBe brief." in chat.tokenizer.decode(prompt_of(first), skip_special_tokens=False)
 
 
-def test_a_full_conversation_names_the_way_out(monkeypatch, answers):
-    lines = [PROMPT, "and " * 1800, "/reset", PROMPT]
-    done = converse(monkeypatch, lines)
-    [error] = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert "new ones exceed the" in error and "/reset" in error
-    assert done.status == 0 and done.out.count("The answer is 43.") == 2
-    assert answers[-1].widths[0] == 5  # a token and the masks: the cache is still there
-
-
 def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
     """After Ctrl-C the half answer is part of the conversation, which goes on."""
     step = Decoder.step
@@ -175,13 +166,6 @@ def test_prompts_from_a_file(answer):
     assert all(row["tokens"] > 2 * row["forwards"] for row in rows[2:])
     plain = answer([problem["prompt"] for problem in problems], "--block-cache", 8)
     assert [row["response"] for row in plain] == [row["response"] for row in rows]
-
-
-def test_every_prompt_of_a_file_has_its_own_draws(answer):
-    words = ("--temperature", 1.5, "--max-new", 30)
-    one = answer(4 * [PROMPT], *words, "--rows", 1)
-    three = answer(4 * [PROMPT], *words, "--rows", 3)
-    assert one == three and len({row["response"] for row in one}) > 1
 
 
 def test_answers_come_as_soon_as_those_before_are_done(answer, monkeypatch):

@@ -92,7 +92,6 @@ def test_a_row_whose_former_thoughts_the_template_drops(tmp_path):
     [
         ("{{ raise_exception('only users here') }}", " .*: only users here"),
         ("{{ messages.__class__.__mro__ }}", ""),  # the sandbox refuses this
-        ("{{ 1 / 0 }}", " .*: division by zero"),
     ],
 )
 def test_templates_that_fail_in_any_way(template, message):
