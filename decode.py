@@ -137,9 +137,10 @@ class Threshold:
         """
         accepted = tokens[:1]  # in plain AR there are no others
         for token, confidence in zip(tokens[1:], confidences[1:]):
-            passes = confidence >= sequence.tau
             if self.metric == "entropy":
                 passes = confidence <= sequence.tau
+            else:
+                passes = confidence >= sequence.tau
             if not passes or (self.guard and looks_misplaced(sequence, accepted, token)):
                 break
             accepted.append(token)
@@ -243,7 +244,7 @@ class Decoder:
     ):
         """longest: the most tokens that a prompt and its answer may have together.
 
-        method, cache: instead of the options' (a Method, a KVCache).
+        method, cache: instead of those that the options choose (a Method, a KVCache).
         """
         config = model.config
         if config.mask_token_id is None:
@@ -264,7 +265,13 @@ class Decoder:
         self.runner = Runner(model, self.method, self.cache, options)
         self.num_added = 0
 
-    def add(self, prompt: list[int], tau: float | None = None, max_new=None, index=None):
+    def add(
+        self,
+        prompt: list[int],
+        tau: float | None = None,
+        max_new: int | None = None,
+        index: int | None = None,
+    ) -> Sequence:
         """Let a prompt (token ids) wait for a row. Returns its Sequence, which `step` fills.
 
         tau, max_new: instead of the options'. index: see Sequence; by default, how many prompts
@@ -309,8 +316,9 @@ class Decoder:
                 continue
             accepted = self.method.accept(feed.sequence, tokens, confidences)
             news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
-            # What was fed as text and is text now stays: real tokens, and guesses that held. (The
-            # last accepted token was not fed: the next forward feeds it.)
+            # What was fed as text and is text now stays: real tokens, and guesses that held. They
+            # come before all masks, so they are the first positions. (The last accepted token was
+            # not fed: the next forward feeds it.)
             fed = [token for token, pos, prefix in feed.positions if prefix == pos + 1]
             text = feed.sequence.token_ids[self.cache.lengths[feed.row] :]
             counts.append(num_in_common(fed, text))

@@ -60,8 +60,8 @@ class KVCache:
     def begin(self, row: int, prompt_length: int = 0, num_kept: int = 0) -> None:
         """A new text begins in a row, which holds the first num_kept tokens of its prompt already.
 
-        Without a prompt the row is empty, and attention need not span its slots. (What length the
-        prompt has, only a BlockCache asks.)
+        Without a prompt the row is empty, and attention need not span its slots. (Only a
+        BlockCache uses prompt_length.)
         """
         if not 0 <= num_kept <= self.lengths[row]:
             raise ValueError(f"row {row} holds {self.lengths[row]} positions, not {num_kept}")
@@ -121,7 +121,7 @@ class KVCache:
         return self.capacity - text_length
 
     def waiting(self, text_lengths: dict[int, int]) -> set[int]:
-        """The rows that must wait for others in the next forward. text_lengths: by row, of all."""
+        """Which rows wait for others in the next forward. text_lengths: of each row in it."""
         return set()
 
 

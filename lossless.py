@@ -3,8 +3,9 @@
 This is ours, not the MARS paper's. A MARS model is still an autoregressive model, so it can check
 its own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how
 many will hold, so that forward also carries groups of masks. Group j is up to B masks that see the
-text and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here the three
-likeliest are fed). With B = 4, two guesses g1 g2 after the last token x, and the groups 0, 1 and 2:
+text and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here at most the
+three likeliest are fed, in a batch on a CPU one). With B = 4, two guesses g1 g2 after the last
+token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
@@ -43,7 +44,7 @@ from scheduler import Position, Sequence, num_in_common
 
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 MOST_GROUPS = 3  # a fourth costs more than it gains
-MOST_FROM_TEXT = 16  # a forward has at most so many guesses more than B
+MORE_THAN_B = 16  # a forward has at most B + 16 guesses: room for long copies of the text
 LEAST_FOR_A_MASK = 0.7  # on a CPU, add a mask while the chance that all before it hold is so high
 
 MASKS = "masks"  # the source of a guess that is not from the text
@@ -105,8 +106,8 @@ class Lossless:
 
     @property
     def widest(self) -> int:
-        """The last token (of the text only that is not cached), the guesses, the groups."""
-        return 1 + self.block + MOST_FROM_TEXT + self.most_groups * self.block
+        """The last token of the text (all before it are cached), the guesses, the groups."""
+        return 1 + self.block + MORE_THAN_B + self.most_groups * self.block
 
     def group_size(self) -> int:
         """How many masks a group has now."""
@@ -176,8 +177,8 @@ class Lossless:
         guesses = []
         tokens = []
         all_hold = 1.0
-        while len(guesses) < self.block + MOST_FROM_TEXT:
-            guess = Guess(token=None, chance=0.0)
+        while len(guesses) < self.block + MORE_THAN_B:
+            guess = Guess(token=None, chance=0.0)  # if nothing guesses this place, the chain ends
             if len(guesses) < len(from_masks):
                 guess = from_masks[len(guesses)]
             if self.looks_up:
@@ -204,7 +205,7 @@ class Plan:
 
 
 def useful_masks(plan: Plan, num_held: int) -> range:
-    """The indices of the predictions of a forward that are of places after the accepted tokens.
+    """Which predictions of a forward are for places after the accepted tokens: their indices.
 
     They are those of one group of masks: among the groups that saw only guesses that held (j <=
     num_held), the one with the largest j. Prediction 0 is that of x, the last real token; then come

@@ -2,7 +2,7 @@
 
 What is unusual here, compared with other small implementations:
   * attention takes its mask from the caller. `visible` below defines it (MARS, arXiv 2604.07023):
-    training calls `visible`; the cache computes the same for its slots, and tests compare them;
+    training calls it for the positions of its streams, the cache for its slots;
   * `forward` returns hidden states. The caller picks positions, then asks for their logits: a
     vocabulary of 152k tokens makes these most of a small model's work and memory;
   * `<|mask|>` is an ordinary token that is never predicted: its logit is always -inf;
@@ -198,7 +198,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v, where the mask is True: (R, heads, T, head_dim).
 
     q has more heads than k and v (R, kv_heads, S, head_dim): query heads share key heads. The mask
-    is (R, 1, T, S); None is plain causal. plumbing/attention.py has faster drop-ins.
+    is (R, 1, T, S); None is plain causal. Faster drop-ins: plumbing/attention.py for
+    training, plumbing/runner.py for decoding.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
@@ -300,7 +301,7 @@ class Qwen2(nn.Module):
         return self.model.norm(x)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """hidden times the head: (N, V). A method, so that plumbing/cpu.py can put a faster one."""
+        """hidden times the head: (N, V). A method, so that plumbing/cpu.py can replace it."""
         return F.linear(hidden, self.head)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Scheduler:
     def schedule(self) -> tuple[list[tuple[int, Sequence | None]], bool]:
         """The rows of the next forward, each with its sequence, and whether it is a prefill.
 
-        A row without a sequence is idle, or waits. Without rows all is done.
+        The sequence is None if its row is idle, or waits. No rows: all sequences are done.
 
         A prefill has only rows that begin. Any other forward has all rows, but on a CPU idle rows
         are left out once they are half of all. (To leave out a row makes the cache copy all
@@ -89,9 +89,8 @@ class Scheduler:
                 rows = list(running)
         lengths = {row: len(running[row].token_ids) for row in rows if row in running}
         self.waiting = self.cache.waiting(lengths)
-        for row in self.waiting:
-            del running[row]
-        return [(row, running.get(row)) for row in rows], bool(new)
+        fed = {row: each for row, each in running.items() if row not in self.waiting}
+        return [(row, fed.get(row)) for row in rows], bool(new)
 
     def admit(self) -> None:
         """Give each free row a sequence of the queue."""

@@ -15,7 +15,8 @@ What is unusual here:
     not depend on how a step is packed, cut into forwards and split among processes (torchrun and
     FSDP2);
   * a signal lets the step finish and be saved; a run that was killed continues from its last
-    checkpoint. Either way `--resume` is bit for bit (on a CPU, with as many threads).
+    checkpoint. Either way `--resume` ends with the weights of a run that never stopped, bit for bit
+    (on a CPU, with as many threads).
 """
 
 import argparse
@@ -146,7 +147,8 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     P = example.prompt_length
     L = len(x)
     clean_pos = torch.arange(L - 1)
-    mask_pos = block_start = torch.arange(0)  # without masks
+    mask_pos = torch.arange(0)  # block is None: no masks
+    block_start = mask_pos
     if recipe.block is not None:
         mask_pos = torch.arange(P, L - 1)
         block_start = mask_pos - mask_pos % recipe.block
@@ -257,7 +259,8 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
     the guesses that hold.
     """
     bins = (recipe.block or 0) + 2
-    right, count = torch.zeros(2, bins).double()
+    right = torch.zeros(bins, dtype=torch.float64)
+    count = torch.zeros_like(right)
     for inputs in forwards:
         inputs = inputs.to(model.device)
         # The first mask of a block stands at pos = prefix, and predicts two after the last token
@@ -401,7 +404,7 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe,
         lr=args.lr,
         batch=batch,
         # data.training has the rows that are skipped, too (too long, no answer), so the others are
-        # seen a little oftener than --epochs says.
+        # seen a little more often than --epochs says.
         steps=args.steps or math.ceil(args.epochs * len(data.training) / batch),
         save_every=args.save_every,
         # On a CPU more positions are no faster; each takes 1.5 MB in SmolLM2-135M.
@@ -409,19 +412,24 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe,
         row_width=packed_width(model, num_streams * args.max_length),
         dtype=dtype,
     )
+    announce(args, model, recipe, data)
+    if args.checkpoint_layers:
+        processes.recompute_layers(model)
+    return model, recipe, Run(args.out, progress, data, recipe.steps)
+
+
+def announce(args: argparse.Namespace, model: Qwen2, recipe: Recipe, data: Dataset) -> None:
+    """Say what is trained, on what, and for how long."""
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
-    machine = f"{processes.rank_and_size()[1]} x {device}"
+    machine = f"{processes.rank_and_size()[1]} x {model.device}"
     processes.say(f"{args.model}: {millions:.1f} M parameters on {machine}")
-    tokens = batch * sum(len(example.tokens) for example in data.first) / len(data.first)
-    size = f"{batch} examples, about {tokens:,.0f} tokens"
+    tokens = recipe.batch * sum(len(example.tokens) for example in data.first) / len(data.first)
+    size = f"{recipe.batch} examples, about {tokens:,.0f} tokens"
     processes.say(f"{data.summary()}; {recipe.steps} steps of {size}")
     if len(data.held_out) < 10:
         processes.say("fewer than ten rows held out: look-ahead is measured roughly, or not at all")
     if recipe.steps < 50 and not args.steps:
         processes.say("fewer than 50 steps: enough if all responses are alike; or more --epochs")
-    if args.checkpoint_layers:
-        processes.recompute_layers(model)
-    return model, recipe, Run(args.out, progress, data, recipe.steps)
 
 
 def main() -> None:

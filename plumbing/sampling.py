@@ -27,7 +27,9 @@ class GumbelNoise:
         drawn = {}
         for of_row, keys in zip(noise, wanted):
             for of_column, key in zip(of_row, keys):
-                one = self.kept.get(key)
+                one = drawn.get(key)  # several positions may predict the same place
+                if one is None:
+                    one = self.kept.get(key)
                 if one is None:
                     one = gumbel_noise(self.seed, *key, self.num_tokens, self.device)
                 drawn[key] = of_column.copy_(one)

@@ -24,7 +24,7 @@ from decode import Decoder, Options, Sequence, generate
 from lossless import (
     FIRST_CHANCES,
     MASKS,
-    MOST_FROM_TEXT,
+    MORE_THAN_B,
     RATE,
     Guess,
     Lossless,
@@ -75,7 +75,7 @@ def test_the_likelier_of_text_and_mask_is_guessed():
     of_text = {2: 0.9, 4: 0.97, 8: 0.98}
     sure = [7, 12, 30, 31, 5, 6, 7, 12, 30, 31, 5, 6, 7, 12, 30, 31, 5, 6, 7, 12]
     long, _ = planned(0.8, 0.8, text=text, of_text=of_text)
-    assert long[:20] == sure and len(long) == 9 + MOST_FROM_TEXT  # `widest` has room for no more
+    assert long[:20] == sure and len(long) == 9 + MORE_THAN_B  # `widest` has room for no more
     assert planned(0.92, text=text, of_text=of_text)[0] == [11]  # 6 11 is new
     assert planned(0.8, 0.92, 0.6, text=text, of_text=of_text)[0][:4] == [7, 12, 30, 31]
     assert planned(0.8, 0.8, 0.98, text=text, of_text=of_text)[0] == [7, 12, 13]
