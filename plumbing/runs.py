@@ -117,7 +117,7 @@ class Run:
         return self
 
     def open_log(self) -> None:
-        """Remove what a kill left half-written or half-deleted, and what was logged too much."""
+        """Open the log, without the steps to be made again; remove what a kill left half-done."""
         self.out.mkdir(parents=True, exist_ok=True)
         for pattern in ("checkpoints/step-*.tmp", "saving-*.tmp"):
             for path in self.out.glob(pattern):
