@@ -71,6 +71,11 @@ def test_a_tau_is_naive(tmp_path):
             hook.remove()
             done = run(theirs, prompt, tau=tau, max_new_tokens=30)
             assert (done.tokens, done.num_forwards) == (tokens, len(calls)), tau
+    # A probability of exactly tau passes. Here each token has the same, but for the mask.
+    model = open_folder()
+    model.lm_head.weight.data.zero_()
+    tau = 1 / (model.vocab_size - 1)
+    assert run(model, [5, 6, 7], tau=tau, eos_token_id=None, max_new_tokens=20).num_forwards == 4
 
 
 def test_lossless_is_greedy_ar_in_fewer_forwards(tmp_path):
