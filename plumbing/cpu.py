@@ -58,6 +58,10 @@ def int8_copy(model: nn.Module, tokens: list[int]) -> nn.Module:
     with torch.inference_mode():
         largest = largest_inputs(copy, tokens)
         use_products(copy, lambda *layers: Int8Product(*joined(layers), largest[layers[0].weight]))
+    # What stays in float may be a view of the model's file, and would keep all of it in memory.
+    own = {name: weight.clone() for name, weight in copy.state_dict().items()}
+    copy.load_state_dict(own, assign=True)
+    copy.requires_grad_(False)
     keep_freed_memory()
     return copy
 

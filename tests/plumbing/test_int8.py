@@ -78,12 +78,17 @@ def test_lossless_is_the_text_of_tau_1():
 
 @torch.inference_mode()
 def test_only_the_copy_is_in_8_bits():
-    """It lets go of the matrices, and the model that it was made from stays as it was."""
+    """It lets go of the matrices, and the model that it was made from stays as it was.
+
+    Its embedding was a view of the model's file, so all of the file stayed in memory.
+    """
     model = tiny_model(random.Random(4), vocab_size=64).float()
     expected = model(torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), None)
     copy = cpu.int8_copy(model, [2, 3, 4])
     assert torch.equal(model(torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), None), expected)
     matrix = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    embedding = model.model.embed_tokens.weight.data_ptr()
+    assert copy.model.embed_tokens.weight.data_ptr() != embedding
     del model
     gc.collect()
     assert matrix() is None and cpu.fast_copy(copy, is_compiled=False) is copy
