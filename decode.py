@@ -73,7 +73,11 @@ def naive(model: Qwen2, prompt: list[int], tau: float, block: int, max_new: int)
 
 
 class Method(Protocol):
-    """How to decode. Threshold is the paper's way, Lossless in lossless.py is ours."""
+    """How to decode. Threshold is the paper's way, Lossless in lossless.py is ours.
+
+    Each forward calls, in this order, `additions`, `confidence` and `accept`. What a method keeps
+    for the next forward of a sequence is in `sequence.state`.
+    """
 
     widest: int  # the most positions of a row in a forward, prefills aside
 
@@ -141,23 +145,26 @@ class Threshold:
                 passes = confidence <= sequence.tau
             else:
                 passes = confidence >= sequence.tau
-            if not passes or (self.guard and looks_misplaced(sequence, accepted, token)):
+            if self.guard and passes:
+                passes = not self.looks_misplaced(sequence, accepted, token)
+            if not passes:
                 break
             accepted.append(token)
         return accepted
 
+    def looks_misplaced(self, sequence: Sequence, accepted: list[int], token: int) -> bool:
+        """Did the mask probably predict the token of a neighbouring place? Ours: docs/lossless.md.
 
-def looks_misplaced(sequence: Sequence, accepted: list[int], token: int) -> bool:
-    """Did the mask probably predict the token of a neighbouring place? Ours: docs/lossless.md.
-
-    A mask that is sure and wrong mostly repeats the token before its own, or leaves out a token of
-    a passage that the text has had before. So a token does not pass if it equals the one before it,
-    or if that earlier passage went on with another token.
-    """
-    if sequence.state is None:
-        sequence.state = PromptLookup()
-    said, _ = sequence.state.next_token(sequence.token_ids, accepted)
-    return token == accepted[-1] or said not in (None, token)
+        A mask that is sure and wrong mostly repeats the token before its own, or leaves out a token
+        of a passage that the text has had before. So a token does not pass if it equals the one
+        before it, or if that earlier passage went on with another token.
+        """
+        if sequence.state is None:
+            sequence.state = PromptLookup()
+        went_on_with, _ = sequence.state.next_token(sequence.token_ids, accepted)
+        repeats = token == accepted[-1]
+        departs = went_on_with is not None and went_on_with != token
+        return repeats or departs
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -285,13 +292,13 @@ class Decoder:
             check_tau(tau, self.options.metric)
         max_new = self.options.max_new if max_new is None else max_new
         check_request(prompt, max_new, self.config.vocab_size)
-        index = self.num_added if index is None else index
-        sequence = Sequence(prompt, self.config, max_new, tau, index)
         if len(prompt) + max_new > self.longest:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and up to {max_new} new ones exceed the "
                 f"{self.longest} positions of this decoder: shorten it, or lower --max-new"
             )
+        index = self.num_added if index is None else index
+        sequence = Sequence(prompt, self.config, max_new, tau, index)
         self.num_added += 1
         self.scheduler.queue.append(sequence)
         return sequence
@@ -363,8 +370,8 @@ def add_options(parser: Parser, num_taus: str | None = None) -> None:
     add("--metric", choices=tuple(AR_TAU), default=default.metric, help="measure of confidence")
     add("--block", type=int, help="B, number of masks (default: as in training, or 4)")
     add("--block-cache", type=int, metavar="N", help="the paper's cache, in blocks of N tokens")
-    add("--guard", action="store_true", help="with a tau: no token that repeats the one before it, "
-        "or that is not what the text says")
+    add("--guard", action="store_true", help="with a tau: accept no mask's token that repeats the "
+        "one before it, or that departs from an earlier passage of the text")
     add("--max-new", type=int, default=default.max_new, help="maximum number of new tokens")
     add("--temperature", type=float, default=default.temperature, help="0 is greedy")
     add("--seed", type=int, default=default.seed, help="sampling seed")
@@ -383,6 +390,7 @@ def load_for_decoding(args: argparse.Namespace, options: Options) -> tuple[Qwen2
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(args.model, device, dtype)
+    # With --block the masks were trained elsewhere: the paper's checkpoints do not say their B.
     is_untrained = options.block is None and model.config.block is None
     if is_untrained and not (options.is_lossless or options.is_plain_ar):
         note(f"{args.model}: was not trained with masks: what this tau accepts is garbage")

@@ -116,7 +116,7 @@ class KVCache:
     def room(self, row: int, text_length: int) -> int:
         """How many positions (masks, guesses) may follow the row's text in a forward.
 
-        Here there is always room for all that a method adds.
+        Here always enough for all that a method adds; a BlockCache limits it.
         """
         return self.capacity - text_length
 

@@ -50,7 +50,8 @@ LEAST_FOR_A_MASK = 0.7  # on a CPU, add a mask while the chance that all before 
 MASKS = "masks"  # the source of a guess that is not from the text
 RUNS = (2, 4, 8)  # how many of a text's last tokens prompt lookup looks for
 # Probability that a guess holds, by source: a mask, or a repeated run of 2, 4 or 8 tokens. These
-# first values become means over the guesses that were checked, in which the newest counts RATE.
+# first values become means over the guesses that were checked, in which the newest counts RATE. (A
+# mask's guess has its own confidence. The mean over masks decides how many are in a group.)
 FIRST_CHANCES = {MASKS: 0.9, 2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
 
@@ -87,6 +88,9 @@ class Guess(NamedTuple):
     token: int | None
     chance: float  # that it holds if all before it do
     source: str | int = MASKS  # or the length of the run that it followed in the text
+
+
+NO_GUESS = Guess(token=None, chance=0.0)  # it ends a chain
 
 
 class Lossless:
@@ -140,9 +144,10 @@ class Lossless:
         return positions
 
     def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
-        """The probability of each token with the noise: AR's token will be drawn with the same.
+        """The softmax of the scores at each token: its probability, with the noise.
 
-        So it says better than the logits' own whether a guess will hold.
+        AR's token will be drawn with the same noise. So this says better than the probability
+        without it whether a guess will hold.
         """
         return scores.softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
@@ -178,7 +183,7 @@ class Lossless:
         tokens = []
         all_hold = 1.0
         while len(guesses) < self.block + MORE_THAN_B:
-            guess = Guess(token=None, chance=0.0)  # if nothing guesses this place, the chain ends
+            guess = NO_GUESS
             if len(guesses) < len(from_masks):
                 guess = from_masks[len(guesses)]
             if self.looks_up:

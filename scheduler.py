@@ -67,30 +67,42 @@ class Scheduler:
     def schedule(self) -> tuple[list[tuple[int, Sequence | None]], bool]:
         """The rows of the next forward, each with its sequence, and whether it is a prefill.
 
-        The sequence is None if its row is idle, or waits. No rows: all sequences are done.
-
-        A prefill has only rows that begin. Any other forward has all rows, but on a CPU idle rows
-        are left out once they are half of all. (To leave out a row makes the cache copy all
-        others, so for fewer it costs more than it saves.)
+        The sequence is None if its row is idle, or waits. No rows: all sequences are done. A
+        prefill has only rows that begin.
         """
-        # While a row waits (only with a BlockCache) no new text begins. It would have an open
-        # block, and the row would have to wait for that, too. (A row that is done was cancelled.)
+        # Until the rows that wait (only with a BlockCache) go on, no new text begins: it would have
+        # an open block, and they would have to wait for that, too. (A row that waits and is done
+        # was cancelled.)
         if all(self.sequences[row].done for row in self.waiting):
             self.admit()
-        running = {row: each for row, each in enumerate(self.sequences) if each and not each.done}
-        new = [row for row, each in running.items() if each.forwards == 0]
+        running = {}
+        for row, sequence in enumerate(self.sequences):
+            if sequence and not sequence.done:
+                running[row] = sequence
+        new = [row for row, sequence in running.items() if sequence.forwards == 0]
         rows = []
         if new:
-            rows = self.that_fit(new)
+            rows = self.first_that_fit(new)
         elif running:
             self.empty_done_rows()
-            rows = list(range(len(self.sequences)))
-            if self.skip_idle and 2 * len(running) <= len(rows):
-                rows = list(running)
+            rows = self.without_idle_rows(list(running))
         lengths = {row: len(running[row].token_ids) for row in rows if row in running}
         self.waiting = self.cache.waiting(lengths)
-        fed = {row: each for row, each in running.items() if row not in self.waiting}
-        return [(row, fed.get(row)) for row in rows], bool(new)
+        scheduled = []
+        for row in rows:
+            is_fed = row in running and row not in self.waiting
+            scheduled.append((row, running[row] if is_fed else None))
+        return scheduled, bool(new)
+
+    def without_idle_rows(self, running: list[int]) -> list[int]:
+        """The rows of a forward: all of them, or only those that run, where that is faster.
+
+        To leave out a row makes the cache copy all others. So it pays on a CPU only, and only if at
+        least half of the rows are idle.
+        """
+        if self.skip_idle and 2 * len(running) <= len(self.sequences):
+            return running
+        return list(range(len(self.sequences)))
 
     def admit(self) -> None:
         """Give each free row a sequence of the queue."""
@@ -104,17 +116,16 @@ class Scheduler:
                 self.sequences[row] = new
 
     def empty_done_rows(self) -> None:
-        """Attention need not span the text of a row that is done and got no new one.
+        """Empty each row that is done and got no new text, so that attention need not span it.
 
-        This is for a forward of other rows: as long as none runs, a row keeps its text for
-        `shared_prefix`.
+        Only if other rows run: while none does, a row keeps its text for `shared_prefix`.
         """
         for row, sequence in enumerate(self.sequences):
             if sequence and sequence.done:
                 self.sequences[row] = None
                 self.cache.begin(row)
 
-    def that_fit(self, rows: list[int]) -> list[int]:
+    def first_that_fit(self, rows: list[int]) -> list[int]:
         """The first of these rows, as many as fit one prefill; at least one."""
         for count in range(len(rows), 1, -1):
             kept = [self.cache.lengths[row] for row in rows[:count]]
