@@ -228,22 +228,13 @@ def losses(model: Qwen2, inputs: Streams) -> tuple[Tensor, Tensor]:
     return noisy, clean
 
 
-def add_gradients(
-    model: Qwen2,
-    examples: list[Example],
-    recipe: Recipe,
-    make_forwards=forward_inputs,
-    losses_of=losses,
-) -> Tensor:
-    """Add the gradients of a step's loss. Returns this process's part of (noisy, clean): (2,).
-
-    make_forwards, losses_of: apps/low_rank.py has others.
-    """
+def add_gradients(model: Qwen2, examples: list[Example], recipe: Recipe) -> Tensor:
+    """Add the gradients of a step's loss. Returns this process's part of (noisy, clean): (2,)."""
     rank, size = processes.rank_and_size()
     sums = torch.zeros(2, device=model.device)
-    for inputs in make_forwards(examples, recipe, rank, size):
+    for inputs in forward_inputs(examples, recipe, rank, size):
         with processes.arithmetic_in(recipe.dtype, model.device):
-            noisy, clean = losses_of(model, inputs.to(model.device))
+            noisy, clean = losses(model, inputs.to(model.device))
         loss = noisy + recipe.ar_weight * clean
         (size * loss).backward()  # FSDP takes the mean over processes; we want the sum
         sums += torch.stack([noisy, clean]).detach()
@@ -296,7 +287,7 @@ def train(
 ) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run.
 
-    held_out: forwards to measure `look_ahead` on. learn: adds the gradients of a step's examples.
+    held_out: forwards to measure `look_ahead` on. learn: apps/low_rank.py has another.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -384,7 +375,10 @@ def packed_width(model: Qwen2, longest: int) -> int | None:
 
 
 def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe, Run]:
-    """What every way to train begins with."""
+    """All before the first step, for apps/low_rank.py, too: device, data, model, recipe and run.
+
+    The model's config gets the block, B.
+    """
     device, dtype = find_device(args.device, args.dtype)
     if device.type == "cpu":
         cpu.return_freed_memory()
@@ -429,7 +423,7 @@ def announce(args: argparse.Namespace, model: Qwen2, recipe: Recipe, data: Datas
     if len(data.held_out) < 10:
         processes.say("fewer than ten rows held out: look-ahead is measured roughly, or not at all")
     if recipe.steps < 50 and not args.steps:
-        processes.say("fewer than 50 steps: enough if all responses are alike; or more --epochs")
+        processes.say("fewer than 50 steps: enough if all responses are alike; else more --epochs")
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ PENALTY = 10  # how much more a clean token's change counts than a mask's
 NUM_MEASURED = 60  # examples from which the directions are found
 
 
-def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> list[Streams]:
+def forward_inputs(examples: list[Example], recipe: Recipe) -> list[Streams]:
     """As in train.py, but the noisy loss is a mean over masks, and over the examples with masks."""
     num_with_masks = max(1, sum(example.has_masks for example in examples))
     streams = []
@@ -52,7 +52,7 @@ def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> l
         noisy_weight = layout.is_mask / num_masks / num_with_masks
         clean_weight = layout.clean_weight / len(examples)
         streams.append(layout._replace(noisy_weight=noisy_weight, clean_weight=clean_weight))
-    return fill_forwards(streams, recipe, rank, size)
+    return fill_forwards(streams, recipe)
 
 
 @torch.no_grad()
@@ -86,6 +86,18 @@ def losses(model: Qwen2, inputs: Streams, original: Qwen2) -> tuple[Tensor, Tens
     original_hidden = clean_states(original, inputs)
     each = model.in_chunks(divergence, hidden[at], original_hidden[at])
     return noisy, (each * inputs.clean_weight[at]).sum()
+
+
+def add_gradients(model: Qwen2, examples: list[Example], recipe: Recipe, original: Qwen2) -> Tensor:
+    """Add the gradients of a step's loss. Returns (noisy, drift): (2,)."""
+    sums = torch.zeros(2, device=model.device)
+    for inputs in forward_inputs(examples, recipe):
+        with processes.arithmetic_in(recipe.dtype, model.device):
+            noisy, drift = losses(model, inputs.to(model.device), original)
+        loss = noisy + recipe.ar_weight * drift
+        loss.backward()
+        sums += torch.stack([noisy, drift]).detach()
+    return sums
 
 
 # ----------------------------------------------------------------------------------- what learns
@@ -222,10 +234,9 @@ def main() -> None:
         torch.manual_seed(args.seed)  # of svd_lowrank
         find_directions(model, run.data, recipe)
     held_out = forward_inputs(run.data.held_out, recipe)
-    hold = functools.partial(losses, original=original)
-    gradients = functools.partial(train.add_gradients, make_forwards=forward_inputs, losses_of=hold)
+    learn = functools.partial(add_gradients, original=original)
     with run:
-        stop = train.train(model, held_out, run, recipe, gradients)
+        stop = train.train(model, held_out, run, recipe, learn)
     if stop:
         sys.exit(128 + stop)
 

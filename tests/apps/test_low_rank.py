@@ -1,6 +1,5 @@
 """Training at low rank: free directions, the merged model, what a run changes, and --resume."""
 
-import functools
 import random
 
 import pytest
@@ -14,7 +13,7 @@ from bench import common
 from decode import generate
 from model import Qwen2, load
 from plumbing.data import make_example
-from train import Recipe, add_gradients, hidden_states, lay_out
+from train import Recipe, hidden_states, lay_out
 
 GRID = Recipe(MASK)
 
@@ -38,8 +37,7 @@ def test_losses_by_hand(monkeypatch):
         row_width = rng.choice([None, 200])
         recipe = Recipe(MASK, block, 0.7, batch_tokens=batch_tokens, row_width=row_width)
         monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 2**26]))
-        held = functools.partial(low_rank.losses, original=original)
-        found = add_gradients(model, examples, recipe, low_rank.forward_inputs, held)
+        found = low_rank.add_gradients(model, examples, recipe, original)
         ours = torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
         noisy = torch.zeros(()).double()
