@@ -8,9 +8,9 @@ A table names its axes, "x" and "y", and has "rows" [label, group, x, y]; a line
 
 from pathlib import Path
 
-from plumbing.arguments import Parser, check_number
-from plumbing.errors import failure_as, naming, require, run_main
-from plumbing.files import atomic_write, read_json
+from plumbing.arguments import Parser
+from plumbing.errors import failure_as, require, run_main
+from plumbing.files import read_json
 from plumbing.jsonl import JsonlFile
 
 
@@ -29,8 +29,6 @@ def draw(table: dict, axes) -> None:
     """axes: matplotlib's."""
     groups = {}
     for label, group, x, y in table["rows"]:
-        for value in (x, y):
-            check_number(f"{label or group} at {x}", value, float, -1e9, 1e9)
         groups.setdefault(group, []).append((label, x, y))
     for i, (group, points) in enumerate(groups.items()):
         xs = [x for _, x, _ in points]
@@ -56,15 +54,14 @@ def main() -> None:
     if is_run:
         path = path / "log.jsonl"
     picture = path.with_suffix(".svg")
-    with failure_as(f"{path}: not the log of a training, nor a table"), naming(path):
+    with failure_as(f"{path}: not the log of a training, nor a table"):
         tables = tables_of(path) if is_run else [read_json(path)]
         tables = [table for table in tables if table["rows"]]
         pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "mars"})
         figure, axes = pyplot.subplots(len(tables), figsize=(8, 4 * len(tables)), squeeze=False)
         for table, each in zip(tables, axes[:, 0]):
             draw(table, each)
-        options = {"bbox_inches": "tight", "metadata": {"Date": None}}
-        atomic_write(picture, lambda file: figure.savefig(file, **options))
+        figure.savefig(picture, bbox_inches="tight", metadata={"Date": None})
     print(picture)
 
 

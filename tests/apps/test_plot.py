@@ -39,16 +39,6 @@ def test_the_bundled_picture_is_that_of_its_table(tmp_path):
         assert group in said and (not label or label in said)
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "null", '"1"', "1e999", "[]"])
-def test_what_is_no_number(tmp_path, value):
-    """One line; it was a traceback."""
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "clean": 0, "noisy": ' + value + "}")
-    assert is_refused(command("apps.plot", tmp_path), "noisy at 1: expected float")
-    assert not (tmp_path / "log.svg").exists()
-
-
 def test_what_is_no_run(tmp_path):
-    assert is_refused(command("apps.plot", tmp_path), "log.jsonl: No such file")
-    for content in ('{"prompt": "?"}', '{"step": 1, "noisy": 1, "clean": 1, "look_ahead": 3}'):
-        (tmp_path / "log.jsonl").write_text(content)
-        assert is_refused(command("apps.plot", tmp_path), "log.jsonl: not the log of a training")
+    (tmp_path / "log.jsonl").write_text('{"prompt": "?"}')
+    assert is_refused(command("apps.plot", tmp_path), "log.jsonl: not the log of a training")
