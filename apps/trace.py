@@ -12,7 +12,8 @@ from pathlib import Path
 from decode import Decoder, Method, Options, add_options, load_for_decoding, read_options
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
-from plumbing.errors import UserError, run_main
+from plumbing.data import encode_prompt
+from plumbing.errors import run_main
 from plumbing.files import atomic_write
 from plumbing.terminal import TextStream, note
 from scheduler import Position, Sequence, num_in_common
@@ -89,13 +90,9 @@ def main() -> None:
     parser.add_model()
     add_options(parser)
     args = parser.parse_args()
-    if not args.prompt.strip():
-        raise UserError("--prompt is empty")
-    if not args.page.parent.is_dir():
-        raise UserError(f"{args.page.parent}: no such directory")
     options = read_options(args)
     model, chat = load_for_decoding(args, options)
-    prompt = chat.encode_prompt([{"role": "user", "content": args.prompt}])
+    prompt = encode_prompt({"prompt": args.prompt}, chat)
     decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
     decoder.add(prompt)
     page = make_page(args.prompt, options, trace(decoder, chat))

@@ -45,7 +45,7 @@ BAD_OPTIONS = [
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
     # It said, too, that training begins with random weights.
     (f"apps.low_rank --model {ROOT / 'toy/base'}", "toy/base: no weights to keep; train.py begins"),
-    ("apps.trace page.html --prompt ' '", "--prompt is empty"),
+    ("apps.trace page.html --prompt ' '", "an empty prompt"),
 ]
 
 
