@@ -29,7 +29,6 @@ class Conversation:
         self.opening = []
         if system:
             self.opening = [{"role": "system", "content": system}]
-            chat.encode_prompt([*self.opening, {"role": "user", "content": "?"}])  # is it taken?
         self.messages = self.opening
         self.decoder = Decoder(model, options, rows=1, longest=LONGEST)
 

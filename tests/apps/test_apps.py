@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from commands import MARS, PROMPT, command, is_refused, process
+from commands import MARS, PROMPT, command, process
 from common import ROOT, rows_of
 
 from decode import Decoder, Sequence, generate
@@ -101,12 +101,6 @@ def test_a_conversation_without_a_knob(monkeypatch):
     done = command("apps.chat", *MARS)
     assert "error: there is no tau to set: start the conversation with --tau" in done.err
     assert done.out == command("decode", *MARS, "--prompt", PROMPT, "--tau", 1).out
-
-
-def test_a_system_message_that_is_no_text():
-    """It was taken, and then every turn refused."""
-    done = command("apps.chat", *MARS, "--system", "\udcff")
-    assert is_refused(done, "not valid Unicode")
 
 
 def test_a_conversation_through_a_pipe():
