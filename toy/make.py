@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).parent
 TEST_ROWS = 500
@@ -151,10 +151,9 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[AddedToken(token, normalized=False, special=True) for token in special],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -165,7 +164,8 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="write only a training file, under this new name")
+    new = argparse.FileType("x")  # replaces no file
+    parser.add_argument("--out", type=new, help="write only a training file, under this new name")
     parser.add_argument("--rows", type=int, default=TRAIN_ROWS, help="how many it has")
     parser.add_argument("--hard", action="store_true", help="the world of experiments.paper")
     args = parser.parse_args()
@@ -175,15 +175,11 @@ def main() -> None:
         write(HERE / "test.jsonl", test)
         train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
         return
-    try:
-        args.out.touch(exist_ok=False)
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error.strerror}")
     if args.hard:
         train, _ = split(hard_problem, args.rows, HARD_TEST_ROWS)
     else:
         train, _ = split(problem, args.rows)
-    write(args.out, train)
+    write(Path(args.out.name), train)
 
 
 if __name__ == "__main__":
