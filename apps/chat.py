@@ -23,19 +23,16 @@ LONGEST = 16384  # tokens of a conversation; its cache is made once
 class Conversation:
     """The messages so far, and a decoder whose one row holds them."""
 
-    def __init__(self, model: Qwen2, chat: Chat, options: Options, system: str | None):
+    def __init__(self, model: Qwen2, chat: Chat, options: Options):
         self.chat = chat
         self.tau = options.tau
-        self.opening = []
-        if system:
-            self.opening = [{"role": "system", "content": system}]
-        self.messages = self.opening
+        self.messages = []
         self.decoder = Decoder(model, options, rows=1, longest=LONGEST)
 
     def take(self, line: str) -> None:
         """A command or a turn; a line with an error changes nothing."""
         if line == "/reset":
-            self.messages = self.opening
+            self.messages = []
         elif line.startswith("/tau "):
             if self.tau is None:
                 raise UserError("there is no tau to set: start the conversation with --tau")
@@ -61,13 +58,12 @@ class Conversation:
 
 def main() -> None:
     parser = Parser("A conversation, several tokens per forward (MARS).")
-    parser.add_argument("--system", help="a system message (default: the chat template's own)")
     parser.add_model()
     add_options(parser)
     args = parser.parse_args()
     options = read_options(args)
     model, chat = load_for_decoding(args, options)
-    conversation = Conversation(model, chat, options, args.system)
+    conversation = Conversation(model, chat, options)
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401  arrow keys and history for input()
     note(f"{COMMANDS}, Ctrl-C ends an answer, Ctrl-D the conversation")

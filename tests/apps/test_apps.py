@@ -16,7 +16,7 @@ from model import load
 # -------------------------------------------------------------------------------- a conversation
 
 
-def converse(monkeypatch, lines: list, *words: object):
+def converse(monkeypatch, lines: list):
     """A conversation in which these lines are typed; an exception is raised, as by a key."""
     typed = iter(lines)
 
@@ -27,7 +27,7 @@ def converse(monkeypatch, lines: list, *words: object):
         return line
 
     monkeypatch.setattr("builtins.input", type_next)
-    return command("apps.chat", *MARS, "--tau", 0.8, *words)
+    return command("apps.chat", *MARS, "--tau", 0.8)
 
 
 @pytest.fixture
@@ -66,13 +66,6 @@ def test_a_conversation(monkeypatch, answers):
     assert len(errors) == 3
     assert "tau: expected float from 0 to 1, not 7.0" in errors[0] and "'x'" in errors[1]
     assert "/nonsense: no such command" in errors[2] and "/reset" in errors[2]
-
-
-def test_a_system_message_survives_a_reset(monkeypatch, answers, chat):
-    done = converse(monkeypatch, ["Hi", "/reset", "Hi"], "--system", "Be brief.", "--max-new", 5)
-    first, second = answers
-    assert done.status == 0 and prompt_of(first) == prompt_of(second)
-    assert "system\nBe brief." in chat.tokenizer.decode(prompt_of(first), skip_special_tokens=False)
 
 
 def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
@@ -132,11 +125,6 @@ def answer(tmp_path):
         return rows
 
     return run
-
-
-@pytest.fixture(scope="module")
-def chat():
-    return load(str(ROOT / "toy/mars"))[1]
 
 
 def test_prompts_from_a_file(answer):
