@@ -32,7 +32,6 @@ from plumbing import checkpoints, processes
 from plumbing.arguments import Parser, number
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
-from plumbing.hub import locate
 from plumbing.runs import training_parser
 from train import Recipe, Streams, fill_forwards, hidden_states, lay_out, weighted_cross_entropy
 
@@ -220,12 +219,11 @@ def main() -> None:
     args = make_parser().parse_args()
     if dist.is_torchelastic_launched():
         raise UserError("torchrun is for train.py; this runs in one process")
-    if not any(locate(args.model).glob("model*.safetensors*")):
-        raise UserError(f"{args.model}: no weights to keep; train.py begins with random ones")
+    original, _ = load(args.original or args.model)  # refuses a model without weights, too
     model, recipe, run = train.prepare(args, args.block)
     run.whole_weights = merged
     recipe = replace(recipe, ar_weight=args.hold)
-    original, _ = load(args.original or args.model, model.device, recipe.dtype)
+    original.to(model.device, recipe.dtype)
     if original.config.vocab_size != model.config.vocab_size:
         raise UserError(f"--original {args.original}: another vocabulary than --model's")
     model.to(recipe.dtype)  # only what learns needs float32

@@ -44,7 +44,7 @@ BAD_OPTIONS = [
     # The data come first: a model may have to be downloaded.
     ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
     # It said, too, that training begins with random weights.
-    (f"apps.low_rank --model {ROOT / 'toy/base'}", "toy/base: no weights to keep; train.py begins"),
+    (f"apps.low_rank --model {ROOT / 'toy/base'}", "toy/base/model.safetensors: missing"),
     ("apps.trace page.html --prompt ' '", "an empty prompt"),
 ]
 
