@@ -7,7 +7,6 @@ so each turn feeds only what is new.
 """
 
 import contextlib
-import sys
 
 from decode import Decoder, Options, add_options, load_for_decoding, read_options
 from model import Qwen2
@@ -70,7 +69,7 @@ def main() -> None:
     while True:
         knob = "> " if conversation.tau is None else f"tau {conversation.tau:g}> "
         try:
-            conversation.take(input(knob if sys.stdout.isatty() else "").strip())
+            conversation.take(input(knob).strip())
         except EOFError:
             return note("")
         except KeyboardInterrupt:  # of a half-typed line

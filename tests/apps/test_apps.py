@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from commands import MARS, PROMPT, command, process
+from commands import MARS, PROMPT, command
 from common import ROOT, rows_of
 
 from decode import Decoder, Sequence, generate
@@ -94,16 +94,6 @@ def test_a_conversation_without_a_knob(monkeypatch):
     done = command("apps.chat", *MARS)
     assert "error: there is no tau to set: start the conversation with --tau" in done.err
     assert done.out == command("decode", *MARS, "--prompt", PROMPT, "--tau", 1).out
-
-
-def test_a_conversation_through_a_pipe():
-    """What goes into a file is the text alone; a line that is not UTF-8 is passed over."""
-    lines = "printf 'Hi\\n/tau 1\\nHi\\xff\\n' |"
-    encoding = {"PYTHONIOENCODING": "utf-8:surrogateescape"}
-    done = process("-m", "apps.chat", "--tau", 0.8, "--max-new", 8, before=lines, **encoding)
-    assert done.status == 0 and "Traceback" not in done.err
-    assert done.out.count("\n") == 1 and "tau" not in done.out
-    assert done.err.count("error: not valid Unicode") == 1
 
 
 # ------------------------------------------------------------------------------ a file of prompts
