@@ -11,39 +11,28 @@ network give ifeval --limit 225: the last 25 are judged with nltk's punkt_tab, w
 Settings are the paper's: the chat template, no examples in the prompt (BBH has three), up to 256
 new tokens, greedy. The rest of a task is the harness's own.
 
-A stop string ends an answer where the string begins. As in one-token decoding, its tokens count up
-to the one that completes it; later tokens of the same forward do not.
+A stop string ends an answer where the string begins; tokens after that do not count.
 """
 
 import logging
 import os
 import sys
-import tempfile
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import mean
 
+import lm_eval  # of bench/requirements.txt
 import numpy as np
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
 from tqdm import tqdm
-
-try:
-    import lm_eval
-    from lm_eval.api.model import LM
-    from lm_eval.tasks import TaskManager
-except ImportError:
-    if __name__ == "__main__":
-        from plumbing.errors import stop
-
-        stop("lm-eval is not installed: pip install -r bench/requirements.txt")
-    raise
 
 from bench import common
 from decode import Decoder, Options
 from model import load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.errors import UserError, run_main
-from plumbing.files import write_json
 
 METRICS = {  # the one that is printed for each task
     "ifeval": "prompt_level_strict_acc,none",
@@ -89,9 +78,6 @@ class Mars(LM):
     def tokenizer_name(self) -> str:
         return self.name
 
-    def chat_template(self, chat_template: bool | str = False) -> str:
-        return self.chat.template
-
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt=True) -> str:
         """Some tasks begin the assistant's turn themselves; the model then continues that turn."""
         if add_generation_prompt:
@@ -118,19 +104,12 @@ class Mars(LM):
                 if stop is not None:
                     answer.done = True  # its row is free for the next request
                     text = text[:stop]
-                    num_tokens = self.num_through_stop(answer.tokens, stop_strings)
+                    num_tokens = len(self.chat.encode(text))
                 if answer.done:
                     texts[answer.index] = text
                     self.counts.update(tokens=num_tokens, forwards=answer.forwards)
                     bar.update()
         return texts
-
-    def num_through_stop(self, tokens: list[int], stop_strings: list[str]) -> int:
-        """How many tokens there are, up to the one that completes a stop string."""
-        for count in range(1, len(tokens)):
-            if stop_at(self.chat.decode(tokens[:count]), stop_strings) is not None:
-                return count
-        return len(tokens)
 
     def loglikelihood(self, requests: list) -> list:
         raise UserError("a task that asks for likelihoods: any harness model at tau 1 can do it")
@@ -141,31 +120,27 @@ class Mars(LM):
 # ------------------------------------------------------------------------------------------- tasks
 
 
-def write_task(name: str, manager: TaskManager, folder: Path) -> str:
-    """Write a task on bundled problems as a YAML file, which `simple_evaluate` takes for a name."""
-    original, problems = BUNDLED[name]
-    task = {
-        "include": str(manager.task_index[original].yaml_path),
-        "task": name,
+def on_bundled_problems(name: str) -> dict:
+    """A group of one task, the harness's or ours, whose problems are read from a file of ours."""
+    task, problems = BUNDLED[name]
+    changes = {
         "dataset_path": "json",
         "dataset_name": None,
-        "test_split": "test",
         "dataset_kwargs": {"data_files": {"test": str(problems)}},
+        "test_split": "test",
     }
-    file = folder / f"{name}.yaml"
-    write_json(file, task)  # JSON is YAML
-    return str(file)
+    return {"group": "bundled", "task": [{"task": task, **changes}]}
 
 
 def evaluate(lm: Mars, name: str, manager: TaskManager, args) -> tuple[float, float]:
     """Accuracy and tokens per forward over all problems of a task."""
     lm.counts.clear()
     task = name
-    metric = METRICS[BUNDLED[name][0] if name in BUNDLED else name]
-    # Some tasks print while they load: only the table goes to the standard output.
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        if name in BUNDLED:
-            task = write_task(name, manager, Path(folder))
+    metric = METRICS.get(name)
+    if name in BUNDLED:
+        task = on_bundled_problems(name)
+        metric = METRICS[BUNDLED[name][0]]
+    with redirect_stdout(sys.stderr):  # some tasks print while they load
         results = lm_eval.simple_evaluate(
             lm,
             tasks=[task],

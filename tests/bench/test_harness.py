@@ -1,16 +1,14 @@
 """bench/lm_harness.py: lm-eval gets what decode.py says, up to the first stop string."""
 
-import json
-
 import pytest
-from common import ROOT
+from commands import command, is_refused, tables
+from common import ROOT, rows_of
 
 pytest.importorskip("lm_eval", reason="pip install -r bench/requirements.txt")
 
 from bench import lm_harness
-from bench.lm_harness import Mars, stop_at
+from bench.lm_harness import Mars
 from decode import Options, generate
-from plumbing.errors import UserError
 
 
 @pytest.fixture
@@ -23,8 +21,8 @@ class Request:
         self.args = (context, settings)
 
 
-def test_bundled_tasks_end_to_end(monkeypatch, capsys):
-    """GSM8K and our own: batched, and with decode.py's own texts."""
+def test_bundled_tasks_end_to_end(monkeypatch):
+    """The harness's and our own: batched, and with decode.py's own texts."""
     said = []
     generate_until = Mars.generate_until
 
@@ -34,48 +32,34 @@ def test_bundled_tasks_end_to_end(monkeypatch, capsys):
         return texts
 
     monkeypatch.setattr(Mars, "generate_until", listen)
-    words = ["--tasks", "gsm8k", "toy", "--limit", 3, "--max-new", 24, "--tau", 0.6]
-    words += ["--rows", 4, "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words)])
-    lm_harness.main()
-    out = capsys.readouterr().out
-    rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("| tau")]
-    assert len(rows) == 1 and len(rows[0]) == 4
-    assert float(rows[0][2].split(",")[1]) > 2, "the toy model's own problems: several a forward"
+    words = ["--tasks", "gsm8k", "ifeval_bundled", "toy", "--limit", 3, "--max-new", 24]
+    words += ["--tau", 0.6, "--rows", 4, "--device", "cpu"]
+    status, out, err = command("bench.lm_harness", *words)
+    assert status == 0, err
+    [table] = tables(out)
+    [_, _, toy, _] = table["tau 0.6"]
+    assert float(toy.split(",")[1]) > 2, "the toy model's own problems: several a forward"
     lm = Mars(str(ROOT / "toy/mars"), Options(), device="cpu")
-    assert len(said) == 6
+    assert len(said) == 9
     for prompt, text in said:
         [answer] = generate(lm.model, [lm.chat.encode(prompt)], tau=0.6, max_new=24)
         assert lm.chat.decode(answer.tokens).startswith(text)
-    row = json.loads((ROOT / "toy/test.jsonl").read_text().splitlines()[2])
+    row = rows_of(ROOT / "toy/test.jsonl")[2]
     assert said[-1][0] == lm.chat.prompt([{"role": "user", "content": row["prompt"]}])
 
 
-def test_bundled_ifeval_judges_by_its_own_rules(monkeypatch, capsys):
-    """Without the network: the data set is bundled, and these prompts need no tables of nltk."""
-    words = ["--tasks", "ifeval_bundled", "--limit", 4, "--max-new", 24, "--tau", 1]
-    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words), "--device", "cpu"])
-    text = "this is an english answer without a capital letter"
-    monkeypatch.setattr(Mars, "generate_until", lambda lm, requests: [text] * len(requests))
-    lm_harness.main()
-    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tau")]
-    assert "50.0%" in row, "two of the first four ask for small letters only"
-
-
-def test_bundled_humaneval_runs_the_code(monkeypatch, capsys):
+def test_bundled_humaneval_runs_the_code(monkeypatch):
     """Of four problems two get their solution, one a wrong value, one a program without an end."""
-    problems = [json.loads(line) for line in open(ROOT / "bench/data/human_eval/test.jsonl")][:4]
-    right = [row["prompt"] + row["canonical_solution"] for row in problems]
+    problems = rows_of(ROOT / "bench/data/human_eval/test.jsonl")
+    right = [row["prompt"] + row["canonical_solution"] for row in problems[:3]]
     answers = [f"Sure:\n\n```python\n{right[0]}\n```\nIt works.", f"```\n{right[1]}"]
     wrong = f"def {problems[2]['entry_point']}(x): return 7"
     answers += [f"```python\n{right[2]}\n{wrong}"]
     answers += ["```python\nwhile True: pass\n```"]
     monkeypatch.setattr(Mars, "generate_until", lambda lm, requests: answers)
-    words = ["--tasks", "humaneval_bundled", "--run-code", "--limit", 4, "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["lm_harness", *map(str, words)])
-    lm_harness.main()
-    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| lossless")]
-    assert "50.0%" in row
+    words = ("--tasks", "humaneval_bundled", "--run-code", "--limit", 4, "--device", "cpu")
+    [table] = tables(command("bench.lm_harness", *words).out)
+    assert table["lossless"][0].startswith("50.0%")
 
 
 def test_stop_strings_cut_text_and_tokens_alike(lm):
@@ -87,9 +71,7 @@ def test_stop_strings_cut_text_and_tokens_alike(lm):
     for until, expected in ((["= "], "The 5 bags hold 5 * 12 "), ([" hold", "5 b"], "The ")):
         lm.counts.clear()
         assert lm.generate_until([Request(context, until=until)] * 4) == [expected] * 4
-        ids = lm.chat.encode(whole)
-        through = next(n for n in range(99) if stop_at(lm.chat.decode(ids[:n]), until) is not None)
-        assert lm.counts["tokens"] == 4 * through
+        assert lm.counts["tokens"] == 4 * len(lm.chat.encode(expected))
         assert lm.counts["forwards"] < 4 * everything["forwards"]
     assert lm.generate_until([Request(context, until="60")]) == ["The 5 bags hold 5 * 12 = "]
 
@@ -101,7 +83,5 @@ def test_a_turn_that_the_task_begins(lm):
 
 
 @pytest.mark.parametrize("task", sorted(lm_harness.RUN_CODE))
-def test_humaneval_must_be_allowed_to_run_code(monkeypatch, task):
-    monkeypatch.setattr("sys.argv", ["lm_harness", "--tasks", task])
-    with pytest.raises(UserError, match="allow it with --run-code"):
-        lm_harness.main()
+def test_humaneval_must_be_allowed_to_run_code(task):
+    assert is_refused(command("bench.lm_harness", "--tasks", task), "allow it with --run-code")
