@@ -14,8 +14,7 @@ from decode import Options, Sequence, add_options, read_options
 from model import Config, Qwen2, initialize
 from plumbing.arguments import Parser, number
 from plumbing.chat import Chat
-from plumbing.cpu import float_beside_int8, int8_copy
-from plumbing.data import conversation
+from plumbing.data import encode_prompt
 from plumbing.errors import UserError, naming
 from plumbing.jsonl import JsonlFile
 
@@ -24,31 +23,25 @@ TOY = Path(os.path.relpath(ROOT / "toy"))  # a short name where the benchmarks a
 
 
 def read_problems(file: Path, limit: int | None = None) -> list[dict]:
-    """The first `limit` rows of a JSONL file, each with the `messages` that ask, and its `answer`.
+    """The first `limit` rows of a JSONL file. Either all have an `answer`, or the first has none.
 
-    A row has a `prompt`, a `question` (as in GSM8K) or `messages`, of which a last turn of the
-    assistant is left out. An answer is a number, or a text whose last number counts. Either all
-    rows have an answer or none.
+    An answer is a number, or a text whose last number counts.
     """
     problems = list(JsonlFile(file))[:limit]
     for line, problem in enumerate(problems, 1):
-        with naming(f"{file}: row {line}"):
-            messages = conversation(problem)
-            if messages[-1]["role"] == "assistant":
-                messages = messages[:-1]
-            if all(message["role"] == "system" for message in messages):
-                raise UserError("nothing that asks")
-            if ("answer" in problem) != ("answer" in problems[0]):
-                raise UserError("either all rows must have an answer or none")
-            if "answer" in problem and last_number(str(problem["answer"])) is None:
-                raise UserError(f"the answer is not a number: {problem['answer']}")
-        problem["messages"] = messages
+        answer = problem.get("answer")
+        if "answer" in problems[0] and last_number(str(answer)) is None:
+            raise UserError(f"{file}: row {line}: the answer is not a number: {answer}")
     return problems
 
 
 def encode(chat: Chat, problems: list[dict]) -> list[list[int]]:
-    """Token ids of each problem."""
-    return [chat.encode_prompt(problem["messages"]) for problem in problems]
+    """Token ids of each problem: of its `prompt`, `question` (as in GSM8K) or `messages`."""
+    prompts = []
+    for line, problem in enumerate(problems, 1):
+        with naming(f"--data: row {line}"):
+            prompts.append(encode_prompt(problem, chat))
+    return prompts
 
 
 def last_number(text: str) -> float | None:
@@ -71,16 +64,11 @@ def resampled(count: int) -> np.ndarray:
     return np.random.default_rng(0).multinomial(count, odds, size=2000)
 
 
-def mean_and_interval(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """The mean of the problems' values, or all values over all weights; and its 95 % interval.
-
-    The interval is a bootstrap over the problems.
-    """
-    if weights is None:
-        weights = np.ones(len(values))
+def mean_and_interval(values: np.ndarray) -> np.ndarray:
+    """The mean of the problems' values and its 95 % interval, a bootstrap over the problems."""
     drawn = resampled(len(values))
-    low, high = np.quantile(drawn @ values / (drawn @ weights), [0.025, 0.975])
-    return np.array([np.sum(values) / np.sum(weights), low, high])
+    low, high = np.quantile(drawn @ values / len(values), [0.025, 0.975])
+    return np.array([np.mean(values), low, high])
 
 
 def share_repeated(tokens: list[int]) -> float:
@@ -95,12 +83,6 @@ def tokens_per_forward(answers: list[Sequence]) -> float:
     return num_tokens / sum(answer.forwards for answer in answers)
 
 
-def positions_per_forward(answers: list[Sequence]) -> float:
-    """Positions that the model computed per row and forward, prefills aside."""
-    after_prefill = [width for answer in answers for width in answer.widths[1:]]
-    return sum(after_prefill) / max(1, len(after_prefill))
-
-
 # The shapes of Qwen2.5, and of Qwen3 where named: fields of their config.json.
 SHAPES = json.loads((ROOT / "bench/shapes.json").read_text(encoding="utf-8"))
 
@@ -113,8 +95,6 @@ def config_of(shape: str) -> Config:
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
     """A model with random weights. It predicts nonsense, at the cost of a trained one."""
-    if dtype == torch.int8:
-        return int8_copy(random_model(shape, device, float_beside_int8()), tokens=[0, 1, 2])
     with device:  # a CPU would take a minute for the 7B
         return initialize(config_of(shape), seed=0).to(dtype).requires_grad_(False)
 
@@ -151,9 +131,8 @@ def add_decoding(parser: Parser, rows: int) -> None:
 
 def ways_to_decode(args: argparse.Namespace) -> dict[str, Options]:
     """The options for each --tau; without one, those of lossless decoding."""
-    if args.tau is None:
-        return {"lossless": read_options(args)}
     ways = {}
-    for tau in args.tau:
-        ways[f"tau {tau:g}"] = read_options(argparse.Namespace(**vars(args) | {"tau": tau}))
+    for tau in args.tau or [None]:
+        name = "lossless" if tau is None else f"tau {tau:g}"
+        ways[name] = read_options(argparse.Namespace(**vars(args) | {"tau": tau}))
     return ways

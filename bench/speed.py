@@ -6,9 +6,7 @@
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
     python -m bench.speed --training        # a step of MARS next to one of ordinary fine-tuning
 
---llama-cpp takes the addresses of running servers (llama-server -m GGUF --port 8080): one without
-drafts, one with --spec-type ngram-simple. They get the same token ids.
-
+--llama-cpp takes the addresses of running servers: docs/speed.md. They get the same token ids.
 --shape 0.5B replaces the model by random weights in the shape of that Qwen2.5, at the same cost;
 they accept nothing, so only AR is decoded. A ratio is taken within a round, in which all settings
 run in turn; tables have the median and the range over rounds. Tokens per forward counts the end of
@@ -122,11 +120,12 @@ class Theirs:
     def __init__(self, model: Qwen2):
         from transformers import AutoConfig, AutoModelForCausalLM  # of bench/requirements.txt
 
-        self.ends = list(model.config.eos_token_id)
-        config = AutoConfig.for_model(**model.config.to_json() | {"eos_token_id": self.ends})
+        ends = {"eos_token_id": list(model.config.eos_token_id)}
+        config = AutoConfig.for_model(**model.config.to_json() | ends)
         with model.device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
         self.model.load_state_dict(model.state_dict(), strict=False)  # a tied head is not in it
+        self.padding = model.config.mask_token_id  # it is in no prompt and in no answer
 
     @torch.inference_mode()
     def __call__(
@@ -137,19 +136,18 @@ class Theirs:
         for first in range(0, len(prompts), rows):
             batch = prompts[first : first + rows]
             width = max(map(len, batch))
-            padded = [[0] * (width - len(prompt)) + prompt for prompt in batch]
-            mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch]
+            padded = [[self.padding] * (width - len(prompt)) + prompt for prompt in batch]
+            padded = torch.tensor(padded, device=self.model.device)
             output = self.model.generate(
-                torch.tensor(padded, device=self.model.device),
-                attention_mask=torch.tensor(mask, device=self.model.device),
+                padded,
+                attention_mask=(padded != self.padding).long(),
                 max_new_tokens=max_new,
                 do_sample=False,
-                pad_token_id=0,
+                pad_token_id=self.padding,
                 **options,
             )
             for tokens in output[:, width:].tolist():
-                ends = [i for i, token in enumerate(tokens, 1) if token in self.ends]
-                answers.append(Answer(tokens[: ends[0]] if ends else tokens))  # the rest is padding
+                answers.append(Answer([token for token in tokens if token != self.padding]))
         return answers
 
 
@@ -170,19 +168,18 @@ def llama_server(address: str, prompts: list[list[int]], max_new: int) -> list[A
 
 def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
     """Functions of prompts and max_new that give answers; all our decoders share `fast`."""
-    mask_id = model.config.mask_token_id
     block = model.config.block or 4
+    ways = {}
 
     def add(name: str, method=None, cache=None, compile=args.compile, **settings) -> None:
         options = Options(compile=compile, temperature=args.temperature, **settings)
         ways[name] = functools.partial(ours, Decoder(fast, options, rows, longest, method, cache))
 
-    ways = {}
     if args.transformers:
-        theirs = Theirs(model)
-        ways["transformers"] = functools.partial(theirs, rows=rows)
+        theirs = functools.partial(Theirs(model), rows=rows)
+        ways["transformers"] = theirs
         if rows == 1:  # prompt lookup takes no batches
-            ways["prompt lookup"] = functools.partial(theirs, rows=1, prompt_lookup_num_tokens=10)
+            ways["prompt lookup"] = functools.partial(theirs, prompt_lookup_num_tokens=10)
     add("AR", tau=1.0)
     for address in args.llama_cpp:
         ways[f"llama.cpp {address}"] = functools.partial(llama_server, address)
@@ -198,13 +195,17 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
         return ways
     add("lossless")
     if rows == 1:
-        on_cpu = model.device.type == "cpu"
-        masks_alone = Lossless(block, mask_id, on_cpu)
+        masks_alone = Lossless(block, fast.config.mask_token_id, model.device.type == "cpu")
         masks_alone.looks_up = False
         add("lossless, masks alone", masks_alone)
         # A block of no masks: the text's guesses alone.
-        add("lossless, look-up alone", Lossless(0, mask_id, on_cpu=False))
+        add("lossless, look-up alone", Lossless(0, model.config.mask_token_id, on_cpu=False))
     return ways
+
+
+def work_of(ways: dict, prompts: list[list[int]], max_new: int) -> dict[str, Callable]:
+    """For `in_turn`: each way answers the prompts."""
+    return {name: functools.partial(way, prompts, max_new) for name, way in ways.items()}
 
 
 def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
@@ -217,10 +218,10 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         if args.shape:  # random weights end no answer early: one batch is enough
             asked = prompts[:rows]
         ways = make_ways(model, fast, rows, longest, args)
-        work = {name: functools.partial(way, asked, args.max_new) for name, way in ways.items()}
-        start_up = None  # with --compile all widths are met
-        if model.device.type == "cpu" and not args.compile:
-            start_up = {name: functools.partial(way, asked[:rows], 2) for name, way in ways.items()}
+        work = work_of(ways, asked, args.max_new)
+        start_up = work  # with --compile all widths are met
+        if not args.compile:
+            start_up = work_of(ways, asked[:rows], max_new=2)
         answers, milliseconds = in_turn(work, args.rounds, model.device, start_up)
         first = next(iter(ways))
         per_second = {}
@@ -229,15 +230,12 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
             num_tokens = sum(len(answer.tokens) for answer in found)
             per_second[name] = [1000 * num_tokens / taken for taken in milliseconds[name]]
             num_same = sum(a.tokens == b.tokens for a, b in zip(found, answers[first]))
-            cells[name] = [f"{num_same} of {len(found)}", "", ""]
-            if found[0].forwards:
-                cells[name][1] = f"{common.tokens_per_forward(found):.2f}"
-            if isinstance(found[0], Sequence):
-                cells[name][2] = f"{common.positions_per_forward(found):.1f}"
-        head = [f"same as {first}", "tokens/forward", "positions/forward"]
+            per_forward = f"{common.tokens_per_forward(found):.2f}" if found[0].forwards else ""
+            cells[name] = [f"{num_same} of {len(found)}", per_forward]
+        head = [f"same as {first}", "tokens/forward"]
         print_table(f"rows: {rows}", "tok/s", per_second, head, cells)
         if args.llama_cpp:
-            work = {name: functools.partial(way, asked, max_new=1) for name, way in ways.items()}
+            work = work_of(ways, asked, max_new=1)
             _, begin = in_turn(work, args.rounds, model.device, start_up)
             after = {}
             for name, found in answers.items():
@@ -323,8 +321,8 @@ def main() -> None:
         args.rows = [1]
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
-    if dtype == torch.int8 and (args.transformers or args.training):
-        raise UserError("--dtype int8: only of our decoding, without --transformers or --training")
+    if dtype == torch.int8 and (args.transformers or args.training or args.shape):
+        raise UserError("--dtype int8: without --transformers, --training and --shape")
     model, chat = load(args.model, device, dtype)
     if args.shape:
         model = common.random_model(args.shape, device, dtype)

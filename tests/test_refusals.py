@@ -97,10 +97,13 @@ def test_bad_files_of_prompts(here, content, message):
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([{"messages": [REPLY]}], "row 1: nothing that asks"),
+        ([{"messages": [REPLY]}], "row 1: the last message is the assistant's"),
         ([{"messages": [SYSTEM]}], "row 1: nothing that asks"),
         ([{"prompt": "a", "answer": "many"}], "row 1: the answer is not a number: many"),
-        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: either all rows must have an"),
+        (
+            [{"prompt": "a", "answer": "1"}, {"prompt": "b"}],
+            "row 2: the answer is not a number: None",
+        ),
         ([{"prompt": "a", "response": ""}], "row 1: an empty response"),
     ],
 )

@@ -2,22 +2,19 @@
 
 import io
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from commands import command, is_refused, number, tables
+from commands import command, number, tables
 from common import ROOT
 
-import scheduler
 import train
 from bench import common, quality, speed
 from decode import Options, generate
 from model import load
 from plumbing.chat import Chat
-from plumbing.data import Example
 from plumbing.sampling import gumbel_noise
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
@@ -43,18 +40,6 @@ def test_the_last_number_of_an_answer_counts(toy):
     answer = SimpleNamespace(tokens=toy[1].encode("So Mia has 78 plums."))
     for right, wanted in [(True, 78.0), (True, "78"), (False, 78.5)]:
         assert common.are_right(toy[1], [answer], [{"answer": wanted}]) == [right]
-
-
-def test_a_conversation_as_a_problem(tmp_path):
-    """With its system message, up to what the assistant is to say; a response is left out, too."""
-    chat = Chat(ROOT / "toy/mars")
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name one."}]
-    reply = {"role": "assistant", "content": "A plum"}
-    rows = [{"messages": [*asked, reply]}, {"messages": asked}]
-    rows.append({"messages": asked, "response": "A plum"})
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = common.encode(chat, common.read_problems(tmp_path / "data.jsonl"))
-    assert found == [chat.encode(chat.prompt(asked))] * 3
 
 
 def test_figures_by_hand():
@@ -128,9 +113,6 @@ def test_masks_that_are_sure_and_wrong(toy):
     expected += f"of these {num_wrong / num_sure:.1%} are wrong ({num_wrong} of {num_sure})"
     assert quality.masks(model, examples) == expected
     assert len(losses) > num_sure > num_wrong > 0
-    prompt_length = examples[0].prompt_length
-    one_token = Example(examples[0].tokens[: prompt_length + 1], prompt_length)
-    assert quality.masks(model, [one_token]).startswith("0.000 nats/token; 0.0% pass 0.95; ")
 
 
 def test_accuracy_against_that_of_another():
@@ -154,16 +136,6 @@ def test_the_table_of_qualities():
     assert number(table["AR"][0]) > 80 and table["AR"][3:] == ["1.00", "0.0%", "12 of 12"]
     assert number(table["tau 0.5"][3]) > 2
     assert "The responses in --data: " in out and "One mask after each of their tokens: " in out
-
-
-def test_another_tokenizer_would_read_other_text(tmp_path, monkeypatch):
-    """It is refused before any answer is decoded, not after all of them."""
-    monkeypatch.setattr("bench.quality.generate", None)
-    shutil.copytree(ROOT / "toy/sft", tmp_path / "other")
-    tokenizer = tmp_path / "other/tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|other|>"))
-    done = command("bench.quality", *TOY, "--limit", 1, "--against", tmp_path / "other")
-    assert is_refused(done, "other: has another tokenizer than --model")
 
 
 @pytest.mark.parametrize("drawn", [(), ("--temperature", 1, "--seed", 3)], ids=["greedy", "drawn"])
@@ -190,12 +162,9 @@ def test_the_gap_where_sampled_answers_part():
         assert found == pytest.approx((best - second).item())
 
 
-@pytest.mark.parametrize(
-    "dtype, tie, status, num_ties",
-    [("float32", quality.TIE, 1, 0), ("bfloat16", quality.TIE, 0, 0), ("float32", 100.0, 0, 1)],
-)
-def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, num_ties):
-    """It fails the command, unless it parted at a tie or bfloat16 may be the reason."""
+@pytest.mark.parametrize("tie, num_ties", [(quality.TIE, 0), (100.0, 1)])
+def test_a_verified_answer_that_differs(monkeypatch, tie, num_ties):
+    """It is told whether it parted at a tie."""
 
     def wrong(*words, tau, **options):
         answers = generate(*words, tau=tau, **options)
@@ -205,56 +174,46 @@ def test_a_verified_answer_that_differs(monkeypatch, dtype, tie, status, num_tie
 
     monkeypatch.setattr(quality, "generate", wrong)
     monkeypatch.setattr(quality, "TIE", tie)
-    done = command("bench.quality", *TOY, "--limit", 3, "--dtype", dtype)
-    assert done.status == status and tables(done.out)[0]["lossless"][-1] == "2 of 3"
+    done = command("bench.quality", *TOY, "--limit", 3)
+    assert tables(done.out)[0]["lossless"][-1] == "2 of 3"
     assert f"1 answers parted from AR's, {num_ties} of them at a tie" in done.out
 
 
 # ---------------------------------------------------------------------------------------- speed
 
-SAME, TOKENS, POSITIONS = -3, -2, -1  # columns
+SAME, TOKENS = -2, -1  # columns
 ALONE = {"lossless, masks alone", "lossless, look-up alone"}  # at one row
 
 
 def test_the_table_of_speeds():
     status, out, _ = command("bench.speed", *TOY, "--limit", 4, "--rows", 1, "--rounds", 1)
     [table] = tables(out)
-    assert status == 0 and number(table["AR"][1]) == 1 and number(table["AR"][POSITIONS]) == 1
-    assert number(table["lossless"][TOKENS]) > number(table["tau 0.95"][TOKENS]) > 2
-    both, masks, look_up = (
-        table[name] for name in ("lossless", "lossless, masks alone", "lossless, look-up alone")
-    )
-    assert 25 > number(both[POSITIONS]) >= number(masks[POSITIONS])
-    assert number(masks[TOKENS]) > 2 > number(look_up[TOKENS]) > 1
-    for cells in (table["AR"], both, masks, look_up):
-        assert cells[SAME] == "4 of 4", "the text of AR"
+    per_forward = {name: number(cells[TOKENS]) for name, cells in table.items()}
+    assert status == 0 and number(table["AR"][1]) == per_forward["AR"] == 1
+    assert per_forward["lossless"] > per_forward["tau 0.95"] > 2
+    assert per_forward["lossless, masks alone"] > 2 > per_forward["lossless, look-up alone"] > 1
+    for name in ("AR", "lossless", *ALONE):
+        assert table[name][SAME] == "4 of 4", "the text of AR"
 
 
-def test_the_table_of_block_caches():
+def test_the_table_of_block_caches(monkeypatch):
     """Small blocks cut a forward short; without a cache the whole text is computed each time."""
+    widths = set()
+    commit = speed.NoCache.commit
+
+    def listen(cache, counts):
+        widths.add(cache.width)
+        commit(cache, counts)
+
+    monkeypatch.setattr(speed.NoCache, "commit", listen)
     options = ("--limit", 4, "--rows", 4, "--rounds", 1, "--max-new", 24)
     status, out, _ = command("bench.speed", *TOY, "--block-caches", *options)
     [table] = tables(out)
     per_forward = {name: number(cells[TOKENS]) for name, cells in table.items()}
-    positions = {name: number(cells[POSITIONS]) for name, cells in table.items()}
     assert status == 0 and number(table["AR"][1]) == per_forward["AR"] == 1
     assert per_forward["tau 0.95"] == per_forward["blocks of 256"] == per_forward["no cache"] > 2
     assert per_forward["blocks of 4"] < per_forward["tau 0.95"]
-    assert positions["no cache"] > 40 > positions["blocks of 256"]
-
-
-def test_only_first_forwards_are_prefills_without_a_cache(toy, monkeypatch):
-    """All were: so no --compile, and rows that did not fit a prefill's positions took turns."""
-    model, chat = toy
-    monkeypatch.setattr(scheduler, "PREFILL", 1)
-    args = SimpleNamespace(transformers=False, llama_cpp=[], shape=None, block_caches=True)
-    args.tau, args.temperature, args.compile = 0.95, 0, False
-    [decoder] = speed.make_ways(model, model, rows=3, longest=200, args=args)["no cache"].args
-    sequences = [decoder.add(prompt, max_new=12) for prompt in toy_prompts(chat, 3)]
-    num_steps = 0
-    while decoder.step():
-        num_steps += 1
-    assert num_steps == 3 + max(each.forwards for each in sequences) - 1
+    assert min(widths) > 40
 
 
 def test_next_to_transformers(monkeypatch):
@@ -290,13 +249,11 @@ def test_next_to_llama_cpp(toy, monkeypatch):
         return io.BytesIO(json.dumps({"tokens": answer.tokens, "timings": timings}).encode())
 
     words = ("--limit", 2, "--rounds", 1, "--max-new", 12, "--device", "cpu", "--llama-cpp")
-    done = command("bench.speed", *TOY, *words, "http://127.0.0.1:9")
-    assert done.status == 2 and "--llama-cpp http://127.0.0.1:9 (URLError: " in done.err
     monkeypatch.setattr(speed, "urlopen", urlopen)
     status, out, err = command("bench.speed", *TOY, *words, "http://there")
     assert status == 0, err
     table, after = tables(out)
-    assert table["llama.cpp http://there"][SAME:] == ["2 of 2", "2.00", ""]
+    assert table["llama.cpp http://there"][SAME:] == ["2 of 2", "2.00"]
     assert list(after) == list(table)
 
 
