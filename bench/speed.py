@@ -169,6 +169,7 @@ def llama_server(address: str, prompts: list[list[int]], max_new: int) -> list[A
 def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
     """Functions of prompts and max_new that give answers; all our decoders share `fast`."""
     block = model.config.block or 4
+    mask_id = model.config.mask_token_id
     ways = {}
 
     def add(name: str, method=None, cache=None, compile=args.compile, **settings) -> None:
@@ -195,11 +196,11 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
         return ways
     add("lossless")
     if rows == 1:
-        masks_alone = Lossless(block, fast.config.mask_token_id, model.device.type == "cpu")
+        masks_alone = Lossless(block, mask_id, on_cpu=model.device.type == "cpu")
         masks_alone.looks_up = False
         add("lossless, masks alone", masks_alone)
         # A block of no masks: the text's guesses alone.
-        add("lossless, look-up alone", Lossless(0, model.config.mask_token_id, on_cpu=False))
+        add("lossless, look-up alone", Lossless(0, mask_id, on_cpu=False))
     return ways
 
 
