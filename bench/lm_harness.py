@@ -11,7 +11,8 @@ network give ifeval --limit 225: the last 25 are judged with nltk's punkt_tab, w
 Settings are the paper's: the chat template, no examples in the prompt (BBH has three), up to 256
 new tokens, greedy. The rest of a task is the harness's own.
 
-A stop string ends an answer where the string begins; tokens after that do not count.
+A stop string ends an answer where the string begins. As in one-token decoding, its tokens count up
+to the one that completes it; later tokens of the same forward do not.
 """
 
 import logging
@@ -104,12 +105,19 @@ class Mars(LM):
                 if stop is not None:
                     answer.done = True  # its row is free for the next request
                     text = text[:stop]
-                    num_tokens = len(self.chat.encode(text))
+                    num_tokens = self.num_through_stop(answer.tokens, stop_strings)
                 if answer.done:
                     texts[answer.index] = text
                     self.counts.update(tokens=num_tokens, forwards=answer.forwards)
                     bar.update()
         return texts
+
+    def num_through_stop(self, tokens: list[int], stop_strings: list[str]) -> int:
+        """How many tokens there are, up to the one that completes a stop string."""
+        for count in range(1, len(tokens)):
+            if stop_at(self.chat.decode(tokens[:count]), stop_strings) is not None:
+                return count
+        return len(tokens)
 
     def loglikelihood(self, requests: list) -> list:
         raise UserError("a task that asks for likelihoods: any harness model at tau 1 can do it")

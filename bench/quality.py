@@ -173,7 +173,7 @@ def masks(model: Qwen2, examples: list[Example]) -> str:
         losses += cross_entropy(logits, target, reduction="none").tolist()
         probability, best = logits.softmax(-1).max(-1)
         is_wrong += (best != target)[probability >= SURE].tolist()
-    num_masks = len(losses)
+    num_masks = max(1, len(losses))  # a response of one token has none
     num_sure = len(is_wrong)
     share_wrong = sum(is_wrong) / max(1, num_sure)
     text = f"{sum(losses) / num_masks:.3f} nats/token; {num_sure / num_masks:.1%} pass {SURE}"
