@@ -12,20 +12,8 @@ def locate(name: str) -> Path:
 
     Cache, progress bar, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are huggingface_hub's.
     """
-    path = Path(name)
-    if path.suffix == ".gguf":
-        raise UserError(
-            f"{name}: a GGUF file; unpack it: python -m apps.from_gguf {name} DIRECTORY"
-        )
-    if name and path.is_dir():
-        if (path / "README.md").exists() and not (path / "config.json").exists():
-            raise UserError(f"{name}: no model; {path / 'README.md'} says which there are")
-        return path
-    guide = path.parent / "README.md"
-    if "/" in name and guide.exists():  # qwen2.5/model, before it is made
-        raise UserError(f"{name!r}: no such directory; {guide} says how to make it")
-    if name.count("/") != 1 or path.exists():
-        raise UserError(f"{name!r}: no such directory, and not a hub id (org/name)")
+    if Path(name).is_dir():
+        return Path(name)
     from huggingface_hub import snapshot_download  # slow; needed only here
 
     try:
