@@ -21,15 +21,9 @@ the tests compare the two. What is unusual here:
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
-
-if __name__ == "__main__":
-    from plumbing.errors import hide_interrupt
-
-    sys.excepthook = hide_interrupt  # before torch is imported, which takes a second or two
 
 import torch
 from torch import Tensor

@@ -26,11 +26,6 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-if __name__ == "__main__":
-    from plumbing.errors import hide_interrupt
-
-    sys.excepthook = hide_interrupt  # before torch is imported, which takes a second or two
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

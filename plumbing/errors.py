@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import io
 import os
 import re
 import sys
@@ -24,7 +23,8 @@ def failure_as(message: str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise UserError(f"{message} ({type(error).__name__}: {describe(error)})") from None
+        first_line = str(error).strip().partition("\n")[0]
+        raise UserError(f"{message} ({type(error).__name__}: {first_line})") from None
 
 
 @contextlib.contextmanager
@@ -42,25 +42,9 @@ def require(package: str, how_to_install: str) -> None:
         raise UserError(f"{package} is not installed: pip install {how_to_install}")
 
 
-def describe(error: BaseException) -> str:
-    """The first line of its message, with the file but without the number of an OSError."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error).strip().partition("\n")[0]
-
-
-def hide_interrupt(kind: type, error: BaseException, trace: object) -> None:
-    """As sys.excepthook of a script: Ctrl-C while torch is imported, too, needs no traceback."""
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, error, trace)
-
-
 def run_main(main: Callable[[], None], out_of_memory="use smaller batches or fewer rows") -> None:
     """Call a script's main(); turn what the user can fix into one line and exit status 2."""
     try:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a terminal may lack a character
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -68,14 +52,12 @@ def run_main(main: Callable[[], None], out_of_memory="use smaller batches or few
     except BrokenPipeError:  # as in `... | head`: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except UserError as error:
+    except (UserError, OSError) as error:
         stop(str(error))
-    except OSError as error:
-        stop(describe(error))
     except (MemoryError, RuntimeError) as error:
         if not re.search("memoryerror|out of ?memory|allocate memory", repr(error).lower()):
             raise  # a bug of ours keeps its traceback
-        stop(f"out of memory: {out_of_memory} ({describe(error)})")
+        stop(f"out of memory: {out_of_memory} ({error})")
 
 
 def stop(message: str) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import UserError, describe, failure_as
+from .errors import UserError, failure_as
 
 GENERATE = Path(__file__).parent.parent / "custom_generate" / "generate.py"
 
@@ -76,7 +76,7 @@ def all_or_nothing(directory: Path) -> Iterator[Path]:
                 else:
                     os.replace(path, target)
     except (OSError, SafetensorError) as error:
-        message = f"{directory}: not saved ({describe(error)}); what was there before is intact"
+        message = f"{directory}: not saved ({error}); what was there before is intact"
         raise UserError(message) from None
 
 

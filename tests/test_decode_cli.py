@@ -5,7 +5,6 @@ import itertools
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from unittest import mock
@@ -131,20 +130,6 @@ def test_interrupting_keeps_the_text_so_far(monkeypatch, text):
     assert "in 3 forwards" in done.err and "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("name", ["decode.py", "train.py"])
-def test_interrupting_the_imports(name):
-    """It printed where in torch's files it was. (-X importtime says when torch's have begun.)"""
-    words = [sys.executable, "-X", "importtime", ROOT / name, "--help"]
-    program = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in program.stderr:
-        if line.rpartition("|")[2].strip().startswith("torch."):
-            break
-    program.send_signal(signal.SIGINT)
-    out, err = program.communicate()
-    assert out == "" and "Traceback" not in err and "KeyboardInterrupt" not in err
-    assert program.returncode == -signal.SIGINT  # which a shell calls 130
-
-
 @pytest.mark.parametrize(
     "error, message",
     [
@@ -168,24 +153,18 @@ def test_a_reader_that_goes_away():
     assert done.status == 0 and "Traceback" not in done.err and done.out == "The"
 
 
-def test_a_terminal_that_lacks_a_character(monkeypatch):
-    """It shows "?" instead."""
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
-    errors.run_main(lambda: print("Mia 你好"))
-    assert written.getvalue() == b"Mia ??\n"
-
-
 # ------------------------------------------------------------------------------------ the device
 
 
-def test_the_device_and_dtype_that_are_meant(monkeypatch):
-    available = ["cuda:0", "cuda:1", "mps", "cpu"]
-    monkeypatch.setattr(arguments, "available_devices", lambda: available)
-    for device, dtype, expected in [
-        ("auto", None, ("cuda:0", torch.bfloat16)),
-        ("cuda:1", "float32", ("cuda:1", torch.float32)),
-        ("cpu", None, ("cpu", torch.float32)),
-        ("mps", None, ("mps", torch.float32)),
-    ]:
-        assert arguments.find_device(device, dtype) == (torch.device(expected[0]), expected[1])
+@pytest.mark.parametrize(
+    "device, dtype, expected",
+    [
+        ("cuda:1", None, torch.bfloat16),
+        ("cuda:1", "float32", torch.float32),
+        ("mps", None, torch.float32),
+        ("cpu", None, torch.float32),
+    ],
+)
+def test_the_dtype_that_is_meant(monkeypatch, device, dtype, expected):
+    monkeypatch.setattr(arguments, "available_device", torch.device)
+    assert arguments.find_device(device, dtype) == (torch.device(device), expected)

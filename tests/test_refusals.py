@@ -31,7 +31,7 @@ BAD_OPTIONS = [
     ("decode --tau 1.5", "tau: expected float from 0 to 1, not 1.5"),
     ("decode --prompt ' '", "--prompt is empty"),
     (f"decode --prompt '{'plums ' * 3000}'", "new ones exceed the"),
-    ("decode --device cuda:99", "device cuda:99: this machine has "),
+    ("decode --device cuda:99", "device cuda:99: this machine has none"),
     ("train --block 1000", "--block: expected 1 to 999, not 1000"),
     ("train --lr nan", "--lr: expected 0 to 1000, not nan"),
     ("train --max-length 4096", "--max-length 4096: the model has 2048 positions"),
@@ -40,7 +40,7 @@ BAD_OPTIONS = [
     ("train --data x.jsonl --out data.jsonl", "(data.jsonl is a file)"),
     ("train --data x.jsonl --out data.jsonl/below", "cannot be written to (data.jsonl is a file)"),
     # The data come first: a model may have to be downloaded.
-    ("train --data x.jsonl --model no/such", "x.jsonl: No such file or directory"),
+    ("train --data x.jsonl --model no/such", "No such file or directory: 'x.jsonl'"),
     # It said, too, that training begins with random weights.
     (f"apps.low_rank --model {ROOT / 'toy/base'}", "toy/base/model.safetensors: missing"),
     ("apps.trace page.html --prompt ' '", "an empty prompt"),
