@@ -7,7 +7,7 @@ from numbers import Integral
 import torch
 
 from .cpu import can_pack
-from .errors import UserError
+from .errors import UserError, failure_as
 from .terminal import note
 
 
@@ -56,9 +56,8 @@ def number(kind: type, least: float, most: float = 10**9) -> Callable[[str], flo
 
 
 def check_number(name: str, value: object, kind: type, least: float, most: float) -> None:
-    """Raise UserError for what `number` would refuse, or of another type: True, for one."""
-    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:
+    """Raise UserError for what `number` would refuse, or of another type."""
+    if not isinstance(value, int | kind) or not least <= value <= most:
         expected = f"expected {kind.__name__} from {least} to {most}"
         raise UserError(f"{name}: {expected}, not {value!r}")
 
@@ -87,17 +86,8 @@ def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dty
 
 
 def available_device(name: str | torch.device) -> torch.device:
-    """The device of this name; auto is the first of cuda, mps and cpu that this machine has."""
-    available = available_devices()
-    names = {"auto": available[0], "cuda": "cuda:0"}
-    found = names.get(str(name), str(name))
-    if found not in available:
-        raise UserError(f"device {name}: this machine has {', '.join(available)}")
-    return torch.device(found)
-
-
-def available_devices() -> list[str]:
-    names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        names.append("mps")
-    return [*names, "cpu"]
+    """The device of this name; auto is the GPU, if this machine has one, else the CPU."""
+    if str(name) == "auto":
+        name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    with failure_as(f"device {name}: this machine has none"):
+        return torch.empty(0, device=name).device

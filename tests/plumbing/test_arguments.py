@@ -14,7 +14,6 @@ from plumbing.errors import UserError
     "options, message",
     [
         ({"tau": nan}, "tau: expected float from 0 to 1, not nan"),
-        ({"tau": True}, "tau: expected float from 0 to 1, not True"),
         ({"tau": "0.7"}, "tau: expected float from 0 to 1, not '0.7'"),
         ({"tau": -0.1, "metric": "entropy"}, "tau: expected float from 0 to 100, not -0.1"),
         ({"tau": inf, "metric": "entropy"}, "tau: expected float from 0 to 100, not inf"),
