@@ -18,7 +18,6 @@ squared intermediate_size, 5 GiB for a 0.5B.
 
 import functools
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -189,7 +188,7 @@ def free_directions(clean: Tensor, masks: Tensor, rank: int) -> Tensor:
 
 def find_directions(model: Qwen2, data: Dataset, recipe: Recipe) -> None:
     """Fill each matrix's `right`, from the first examples of the data."""
-    examples = list(data.examples(data.training[:NUM_MEASURED], Counter()))
+    examples = list(data.examples(data.training[:NUM_MEASURED]))
     forwards = forward_inputs(examples, recipe)
     if not any(inputs.is_mask.any() for inputs in forwards):
         raise UserError(f"{data.rows.path}: no masks in {NUM_MEASURED} examples (too short?)")

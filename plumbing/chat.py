@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,8 +58,6 @@ class Chat:
         if isinstance(messages, str) or not all({"role", "content"} <= set(m) for m in messages):
             raise UserError('messages: expected a list of {"role": "user", "content": "..."}')
         text = self.prompt(messages)
-        if "\0" in text:
-            raise UserError("a character of the code 0; is the file damaged?")
         for message in messages:
             # Qwen3's template drops former thoughts, and Qwen2.5's some roles.
             said = message["content"].split("</think>")[-1]
@@ -69,11 +66,8 @@ class Chat:
         return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        try:
+        with failure_as("not valid Unicode"):  # half of a surrogate pair, from broken JSON
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        except TypeError:  # half of a surrogate pair, from broken JSON or a broken terminal
-            bad = re.search("[\ud800-\udfff]", text).start()
-            raise UserError(f"not valid Unicode: {text[max(0, bad - 20) : bad + 20]!a}") from None
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, without special tokens."""

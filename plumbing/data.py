@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .chat import Chat
 from .errors import UserError
-from .jsonl import JsonlFile, with_prompt
+from .jsonl import JsonlFile
 
 NUM_HELD_OUT = 64  # rows to evaluate on; at most a tenth of the file
 READ_AHEAD = 512  # examples that are made before the run, to know what it is given
@@ -63,16 +63,11 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
     messages = conversation({name: row[name] for name in row if name not in answers})
     if messages[-1]["role"] == "assistant":
         raise UserError("the last message is the assistant's")
-    if all(message["role"] == "system" for message in messages):
-        raise UserError("nothing that asks")
-    if not messages[-1]["content"].strip():
-        raise UserError("an empty prompt")
     return chat.encode_prompt(messages)
 
 
 def conversation(row: dict) -> list[dict]:
     """The messages of a row, its `response` included; UserError if one is not plain text."""
-    row = with_prompt(row)
     messages = row.get("messages")
     if messages is None and "prompt" in row:
         messages = [{"role": "user", "content": row["prompt"]}]
@@ -99,11 +94,6 @@ def shuffled(count: int, *key: object) -> array:
     return order
 
 
-def reasons(skipped: Counter) -> str:
-    """How many rows were skipped, and why; empty if none was."""
-    return ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
-
-
 class Dataset:
     """Examples of a JSONL file: a held-out slice, and an endless shuffled stream of the others.
 
@@ -118,26 +108,23 @@ class Dataset:
         self.ends = ends
         self.max_length = max_length
         self.seed = seed
-        self.consumed = 0  # rows of all epochs, including the skipped ones
-        self.skipped: Counter[str] = Counter()  # why, and how many rows, each counted once
+        self.consumed = 0  # rows of all epochs, including those that are skipped
+        self.skipped: Counter[str] = Counter()  # why a row has no example, and how many rows
         order = shuffled(len(rows), seed)
         num_held_out = min(NUM_HELD_OUT, len(rows) // 10)
         self.training = order[num_held_out:]
-        self.held_out = list(self.examples(order[:num_held_out], self.skipped))
-        self.unusable: Counter[str] = Counter()  # why, of the training rows that were read ahead
-        usable = self.examples(self.training, self.unusable)
-        self.first = list(itertools.islice(usable, READ_AHEAD))
+        self.held_out = list(self.examples(order[:num_held_out]))
+        self.first = list(itertools.islice(self.examples(self.training), READ_AHEAD))
         if not self.first:
-            why = f"{reasons(self.unusable)}; a row has the keys {', '.join(rows[0])}"
-            raise UserError(f"{rows.path}: no usable row: {why}")
+            raise UserError(f"{rows.path}: {self.summary()}; a row has the keys {[*rows[0]]}")
 
     def summary(self) -> str:
-        """How many rows there are, and how many of those that were read are no examples."""
+        """How many rows there are, and why some of those that were read are no examples."""
         text = f"{len(self.rows)} rows, {len(self.held_out)} held out"
-        num_skipped = self.skipped.total() + self.unusable.total()
-        if num_skipped:
-            num_read = len(self.held_out) + len(self.first) + num_skipped
-            text += f", {num_skipped} of the first {num_read} skipped"
+        if self.skipped:
+            num_read = len(self.held_out) + len(self.first) + self.skipped.total()
+            reasons = ", ".join(f"{count} {why}" for why, count in self.skipped.most_common())
+            text += f", of the first {num_read} skipped: {reasons}"
         return text
 
     @property
@@ -146,13 +133,13 @@ class Dataset:
         is_long = len(self.first) == READ_AHEAD
         return len(self.training) if is_long else len(self.first)
 
-    def examples(self, indices: Iterable[int], skipped: Counter) -> Iterator[Example]:
+    def examples(self, indices: Iterable[int]) -> Iterator[Example]:
         """The examples of these rows; `skipped` counts why the others have none."""
         for index in indices:
             try:
                 yield make_example(self.rows[index], self.chat, self.ends, self.max_length)
             except UserError as reason:
-                skipped[str(reason)] += 1
+                self.skipped[str(reason)] += 1
 
     def next_batch(self, size: int) -> list[Example]:
         """The next examples of the stream, which begins anew, in another order, in each epoch."""
@@ -160,7 +147,6 @@ class Dataset:
         while len(batch) < size:
             epoch, at = divmod(self.consumed, len(self.training))
             order = shuffled(len(self.training), self.seed, epoch)
-            skipped = self.skipped if epoch == 0 else Counter()
-            batch += self.examples([self.training[order[at]]], skipped)
+            batch += self.examples([self.training[order[at]]])
             self.consumed += 1
         return batch

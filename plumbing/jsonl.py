@@ -1,10 +1,8 @@
 """Rows of a JSONL file: of any size, in any order; and files of prompts, which may be text."""
 
-import contextlib
 import json
 import zlib
 from array import array
-from codecs import BOM_UTF8
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,8 +19,6 @@ class JsonlFile:
         self.offsets = array("Q")
         self.checksum = 0  # of the whole file: an edited file is another file
         self.file = open(path, "rb")
-        if not self.file.seekable():
-            raise UserError(f"{path}: a pipe, but rows are read in any order; write it to a file")
         offset = 0
         lines = tqdm(self.file, desc=str(path), leave=False, delay=2, disable=not leads())
         for number, line in enumerate(lines, start=1):
@@ -42,12 +38,14 @@ class JsonlFile:
         return parse_object(self.file.readline(), f"{self.path}:byte {self.offsets[index]}")
 
 
-def parse_object(line: bytes, where: str) -> dict:
+def parse_object(line: bytes | str, where: str) -> dict:
     """The JSON object in a line; anything else is a UserError."""
     with failure_as(f"{where}: not JSON; is the line cut short, or the file compressed?"):
         row = json.loads(line)
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object but {str(row)[:40]}")
+    if row.get("prompt") is None and "question" in row:  # as in GSM8K
+        row["prompt"] = row["question"]
     return row
 
 
@@ -56,34 +54,15 @@ def read_rows(file: Path) -> dict[int, dict]:
 
     It is JSONL if it begins with "{" (blank lines aside); else each line is a prompt.
     """
-    content = file.read_bytes().removeprefix(BOM_UTF8)
-    is_jsonl = content.lstrip().startswith(b"{")
-    if is_array(content):
-        raise UserError(f"{file}: one JSON array; expected a prompt per line, or JSONL")
+    with failure_as(f"{file}: cannot be read as text in UTF-8"):
+        text = file.read_text(encoding="utf-8-sig")
+    is_jsonl = text.lstrip().startswith(("{", "[{", "[\n"))  # an array is refused below
     rows = {}
-    for line_number, line in enumerate(content.splitlines(), start=1):
-        where = f"{file}:{line_number}"
-        if not line.strip():
-            continue
-        if is_jsonl:
-            rows[line_number] = with_prompt(parse_object(line, where))
-        else:
-            with failure_as(f"{where}: not UTF-8"):
-                rows[line_number] = {"prompt": line.decode().strip()}
+    for line_number, line in enumerate(text.split("\n"), start=1):
+        if is_jsonl and line.strip():
+            rows[line_number] = parse_object(line, f"{file}:{line_number}")
+        elif line.strip():
+            rows[line_number] = {"prompt": line.strip()}
     if not rows:
         raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
     return rows
-
-
-def is_array(content: bytes) -> bool:
-    """Is a whole file one JSON array?"""
-    with contextlib.suppress(ValueError, RecursionError):
-        return isinstance(json.loads(content), list)
-    return False
-
-
-def with_prompt(row: dict) -> dict:
-    """The row with a `prompt`, also where its name is `question`, as in GSM8K."""
-    if row.get("prompt") is None and row.get("question") is not None:
-        return row | {"prompt": row["question"]}
-    return row

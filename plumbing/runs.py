@@ -5,7 +5,6 @@ import contextlib
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 from .arguments import Parser, number
 from .checkpoints import Checkpoints, whole_weights
-from .data import Dataset, reasons
+from .data import Dataset
 from .errors import UserError, failure_as
 from .files import has_model, save
 from .jsonl import JsonlFile
@@ -134,7 +133,6 @@ class Run:
         if self.step:
             self.checkpoints.load(model, optimizer)
             self.data.consumed = self.progress["consumed"]
-            self.data.skipped = Counter(self.progress["skipped"])
             say(f"resumed at step {self.step}")
             self.export(model)  # in case the run was killed before it
         return self.step
@@ -160,7 +158,6 @@ class Run:
             "step": self.step,
             "finished": self.step == self.num_steps,
             "consumed": self.data.consumed,
-            "skipped": self.data.skipped,
         }
         self.checkpoints.save(model, optimizer, progress)
         self.export(model)
@@ -182,7 +179,5 @@ class Run:
                 (self.out / "log.jsonl").unlink()
                 with contextlib.suppress(OSError):  # it has other files
                     self.out.rmdir()
-        if self.data.skipped:
-            say(f"skipped rows: {reasons(self.data.skipped)}")
         what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"
         say(f"{self.step} steps; {self.out} holds {what}")

