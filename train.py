@@ -41,7 +41,7 @@ from plumbing.errors import UserError
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import own_rows, round_up, shared_rows
-from plumbing.runs import Run, check_out, find_progress, training_parser
+from plumbing.runs import Run, find_progress, training_parser
 
 # --------------------------------------------------------------------------------------- the method
 
@@ -379,7 +379,6 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe,
         cpu.return_freed_memory()
     if dist.is_torchelastic_launched():
         device = processes.join(device)
-    check_out(args.out)
     rows = JsonlFile(args.data)  # first: a model may take long to download
     progress = find_progress(args, rows)
     model, chat = open_model(args, device)

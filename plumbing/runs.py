@@ -1,7 +1,6 @@
 """A training run apart from its steps: the options, the directory, log and bar, how it stops."""
 
 import argparse
-import contextlib
 import json
 import shutil
 import time
@@ -16,13 +15,12 @@ from tqdm import tqdm
 from .arguments import Parser, number
 from .checkpoints import Checkpoints, whole_weights
 from .data import Dataset
-from .errors import UserError, failure_as
+from .errors import UserError
 from .files import has_model, save
 from .jsonl import JsonlFile
 from .processes import leads, say
 from .signals import StopSignal
 
-BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
 
 
@@ -54,16 +52,9 @@ def training_parser(description: str) -> Parser:
 MAY_CHANGE = "data out resume save_every device dtype batch_tokens checkpoint_layers".split()
 
 
-def check_out(out: Path) -> None:
-    """Raise UserError if a file is where the directory should be."""
-    for path in (out, *out.parents):
-        if path.exists() and not path.is_dir():
-            raise UserError(f"--out {out}: cannot be written to ({path} is a file)")
-
-
 def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:
     """Where the run begins: the newest checkpoint, or step 0. UserError if it may not use --out."""
-    settings = {"rows of --data": str(len(rows)), "checksum of --data": str(rows.checksum)}
+    settings = {"checksum of --data": str(rows.checksum)}
     for name, value in vars(args).items():
         if name not in MAY_CHANGE:
             settings["--" + name.replace("_", "-")] = str(value)
@@ -78,12 +69,8 @@ def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:
                     f"to train on from its model, give --model {out} and another --out"
                 )
         return found
-    if found and not found["finished"]:
-        what = "has an unfinished run; --resume it, delete it or choose another --out"
-        raise UserError(f"--out {out}: {what}")
     if found or has_model(out):
-        what = f"already has a model, which no run replaces; give --out {out}-2, or delete {out}"
-        raise UserError(f"--out {out}: {what}")
+        raise UserError(f"--out {out}: has a run or a model; --resume it, or give another --out")
     if args.resume:
         say(f"{out}: no checkpoint to resume from; starting from the beginning")
     return {"step": 0, "settings": settings}
@@ -107,10 +94,9 @@ class Run:
         self.checkpoints = Checkpoints(self.out / "checkpoints")
         self.step = self.saved_step = self.progress["step"]
         if leads():
-            with failure_as(f"--out {self.out}: cannot be written to"):
-                self.open_log()
+            self.open_log()
         hidden = None if leads() else True  # None: hidden unless there is a terminal
-        self.bar = tqdm(total=self.num_steps, initial=self.step, bar_format=BAR, disable=hidden)
+        self.bar = tqdm(total=self.num_steps, initial=self.step, disable=hidden)
         self.last_line = time.monotonic()
         self.stop_signal = StopSignal()
         return self
@@ -156,7 +142,6 @@ class Run:
         """Write a checkpoint of the step that was logged last, and the model for its users."""
         progress = self.progress | {
             "step": self.step,
-            "finished": self.step == self.num_steps,
             "consumed": self.data.consumed,
         }
         self.checkpoints.save(model, optimizer, progress)
@@ -175,9 +160,5 @@ class Run:
         self.bar.close()
         if leads():
             self.log_file.close()
-            if self.step == 0:  # not one step fitted into memory, say: leave nothing
-                (self.out / "log.jsonl").unlink()
-                with contextlib.suppress(OSError):  # it has other files
-                    self.out.rmdir()
-        what = f"the model of step {self.saved_step}" if self.saved_step else "no model of this run"
-        say(f"{self.step} steps; {self.out} holds {what}")
+        if self.saved_step:
+            say(f"{self.step} steps; {self.out} holds the model of step {self.saved_step}")

@@ -40,7 +40,7 @@ def test_interrupting_training_says_what_there_is(data, out, monkeypatch, presse
     assert f"{steps} steps; {out} holds the model of step {steps}" in done.out
     assert num_logged(out) == steps
     for more, message in (
-        ((), "out: has an unfinished run; --resume it, delete it or choose another --out"),
+        ((), "out: has a run or a model; --resume it, or give another --out"),
         (("--resume", "--lr", 0.1), f"--lr 0.1: the run in {out} has 5e-06"),
     ):
         assert is_refused(run_train(*words, *more), message)
