@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from .errors import UserError, run_main
+from .errors import run_main
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -44,8 +44,6 @@ def join(device: torch.device) -> torch.device:
     """Meet the other processes. Each has a GPU of its own, or all share the CPU."""
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if device.index >= torch.cuda.device_count():
-            raise UserError(f"{torch.cuda.device_count()} GPUs: too few for so many processes")
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:

@@ -64,10 +64,7 @@ def find_progress(args: argparse.Namespace, rows: JsonlFile) -> dict:
         for name, value in settings.items():
             before = found["settings"].get(name)
             if value != before:
-                raise UserError(
-                    f"{name} {value}: the run in {out} has {before}, and keeps it; "
-                    f"to train on from its model, give --model {out} and another --out"
-                )
+                raise UserError(f"{name} {value}: the run in {out} has {before}, and keeps it")
         return found
     if found or has_model(out):
         raise UserError(f"--out {out}: has a run or a model; --resume it, or give another --out")
@@ -140,10 +137,7 @@ class Run:
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write a checkpoint of the step that was logged last, and the model for its users."""
-        progress = self.progress | {
-            "step": self.step,
-            "consumed": self.data.consumed,
-        }
+        progress = self.progress | {"step": self.step, "consumed": self.data.consumed}
         self.checkpoints.save(model, optimizer, progress)
         self.export(model)
 
