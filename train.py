@@ -37,7 +37,7 @@ from plumbing.arguments import Parser, find_device
 from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
-from plumbing.errors import UserError
+from plumbing.errors import UserError, run_main
 from plumbing.hub import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import own_rows, round_up, shared_rows
@@ -431,6 +431,7 @@ def main() -> None:
         stop = train(model, held_out, run, recipe)
     if dist.is_initialized():
         dist.barrier()  # the process that hosts the rendezvous must not end first
+        dist.destroy_process_group()  # else gloo may abort a process that ends
     if stop:
         sys.exit(128 + stop)
 
@@ -438,4 +439,4 @@ def main() -> None:
 MEMORY_HINT = "use a smaller --batch-tokens, or --checkpoint-layers"
 
 if __name__ == "__main__":
-    processes.run_main_and_exit(main, out_of_memory=MEMORY_HINT)
+    run_main(main, out_of_memory=MEMORY_HINT)

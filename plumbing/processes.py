@@ -3,7 +3,6 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,8 +12,6 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-
-from .errors import run_main
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -107,16 +104,3 @@ def peak_memory(device: torch.device) -> float:
     if not status.exists():
         return 0.0
     return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20
-
-
-def run_main_and_exit(main: Callable[[], None], out_of_memory: str) -> None:
-    """`run_main`, and the end of this process: at once under torchrun, or gloo may abort it."""
-    status = 0
-    try:
-        run_main(main, out_of_memory)
-    except SystemExit as stop:
-        status = stop.code
-    if dist.is_torchelastic_launched():
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
