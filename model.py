@@ -23,11 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from plumbing.arguments import available_device
 from plumbing.chat import MASK, Chat
-from plumbing.cpu import TEXT, float_beside_int8, int8_copy, return_freed_memory
+from plumbing.cpu import int8_copy, prepare_int8
 from plumbing.errors import UserError
 from plumbing.files import check_shapes, read_json, read_tensors
 from plumbing.hub import locate
-from plumbing.int8 import check_int8
 from plumbing.mps import check_logits
 
 TOY = Path(__file__).parent / "toy" / "mars"
@@ -93,7 +92,7 @@ MODEL_TYPES = {  # in config.json: what the model becomes here
     "qwen2": "qwen2",
     "a2d-qwen2": "qwen2",  # the MARS paper's
     "qwen3": "qwen3",
-    "llama": "qwen2",  # one whose biases are zero: `load_model` adds these
+    "llama": "qwen2",  # a Qwen2 whose biases are zero: `load_model` adds them
 }
 
 
@@ -327,7 +326,8 @@ class Qwen2(nn.Module):
         if hidden.dtype == torch.bfloat16:
             rounded, best = logits.topk(min(NUM_EXACT, logits.size(-1)))  # (R * C, K)
             exact = (self.head[best].float() @ picked[..., None].float())[..., 0]
-            logits.scatter_(1, best, exact.where(rounded.isfinite(), rounded))  # the mask's: -inf
+            exact = exact.where(rounded.isfinite(), rounded)  # the mask token's stays -inf
+            logits.scatter_(1, best, exact)
         return logits.unflatten(0, columns.shape)
 
     @property
@@ -428,17 +428,16 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
     model.requires_grad_(). torch.int8: a model for decoding only, on a CPU, with products in 8 bits
     (docs/speed.md).
     """
+    device = available_device(device)
     is_int8 = dtype == torch.int8
     if is_int8:
-        check_int8(available_device(device))
-        return_freed_memory()  # else the float weights, once freed, still fill the process
-        dtype = float_beside_int8()
+        dtype = prepare_int8(device)
     directory = TOY if name is None else locate(name)
-    if available_device(device).type == "mps":
+    if device.type == "mps":
         check_logits(load_model(directory, device), load_model(directory, "cpu"))
     model = load_model(directory, device, dtype)
     chat = Chat(directory)
     add_mask_token(model, chat)
     if is_int8:
-        model = int8_copy(model, chat.encode_prompt([{"role": "user", "content": TEXT}]))
+        model = int8_copy(model, chat)
     return model.requires_grad_(False), chat

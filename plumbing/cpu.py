@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .chat import Chat
 from .errors import UserError
 from .int8 import Int8Product, check_int8, is_exact, largest_inputs
 from .terminal import note
@@ -22,7 +23,7 @@ M_MMAP_THRESHOLD = -3
 SMALL = 2**18  # numbers in a matrix; with fewer a call of oneDNN costs more than it saves
 
 Product = Callable[[Tensor], Tensor]  # F.linear with one weight and one bias
-TEXT = "Name three fruits: apples, 2 pears and (x + 1) plums."  # a prompt: see `int8_copy`
+ANY_TEXT = "Name three fruits: apples, 2 pears and (x + 1) plums."  # of `int8_copy`
 
 
 def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
@@ -47,13 +48,13 @@ def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
     return fast
 
 
-def int8_copy(model: nn.Module, tokens: list[int]) -> nn.Module:
+def int8_copy(model: nn.Module, chat: Chat) -> nn.Module:
     """A `fast_copy` whose products are in 8 bits. It holds each matrix in 8 bits only.
 
-    The largest inputs of each matrix stay in float. They are found in one forward of `tokens`, of
-    any short text, so they do not depend on what is decoded later.
+    The largest inputs of each matrix stay in float. They are found in one forward of a fixed text,
+    so they do not depend on what is decoded later.
     """
-    check_int8(model.device)
+    tokens = chat.encode_prompt([{"role": "user", "content": ANY_TEXT}])
     copy = shared(model)
     with torch.inference_mode():
         largest = largest_inputs(copy, tokens)
@@ -130,8 +131,13 @@ def advise_int8() -> None:
     note("--dtype int8 reads a quarter of the bytes of float32, and this CPU can (docs/speed.md)")
 
 
-def float_beside_int8() -> torch.dtype:
-    """The dtype of all but the matrices' products, where these are in 8 bits."""
+def prepare_int8(device: torch.device) -> torch.dtype:
+    """Before a model is loaded for `int8_copy`: the dtype of all that stays in float.
+
+    UserError where there are no products in 8 bits.
+    """
+    check_int8(device)
+    return_freed_memory()  # else the float weights, once freed, still fill the process
     return torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
 
 

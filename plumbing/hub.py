@@ -14,6 +14,9 @@ def locate(name: str) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
+    guide = Path(name).parent / "README.md"
+    if "/" in name and guide.exists():  # qwen2.5/model, before it is made
+        raise UserError(f"{name}: no such directory; {guide} says how to make it")
     from huggingface_hub import snapshot_download  # slow; needed only here
 
     try:

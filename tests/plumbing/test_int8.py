@@ -4,6 +4,7 @@ import gc
 import json
 import random
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_only_the_copy_is_in_8_bits():
     """
     model = tiny_model(random.Random(4), vocab_size=64).float()
     expected = model(torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), None)
-    copy = cpu.int8_copy(model, [2, 3, 4])
+    copy = cpu.int8_copy(model, SimpleNamespace(encode_prompt=lambda _: [2, 3, 4]))
     assert torch.equal(model(torch.tensor([[2, 3]]), torch.tensor([[0, 1]]), None), expected)
     matrix = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     embedding = model.model.embed_tokens.weight.data_ptr()
