@@ -81,11 +81,12 @@ class Method(Protocol):
     def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
         """How sure the predicted tokens (R, C) are, from logits (R, C, V).
 
-        scores: what the tokens are the best of. At a temperature T it is logits + T * noise.
+        scores (R, C, V): the tokens are their argmax. They are the logits; at a temperature T,
+        logits + T * noise.
         """
 
     def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
-        """What is accepted of the tokens that the positions predict, with their confidences.
+        """Which of the predicted tokens are accepted; each has a confidence.
 
         The last token of the text predicts tokens[0]; addition i - 1 predicts tokens[i].
         """
@@ -115,7 +116,7 @@ class Threshold:
         return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
 
     def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
-        """The metric. It is that of the logits, also where noise decided which token is the best.
+        """The metric, computed from the logits even where noise chose the token.
 
         Entropy is lower where the model is surer; margin is the best token's lead over the second.
         They depend on the distribution only, not on the token.

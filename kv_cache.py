@@ -2,7 +2,7 @@
 
 A forward writes the keys and values of T new positions after each row's length. `commit` then says
 how many of them count. The others (masks, guesses that failed) are scratch: no later forward sees
-them, and later ones overwrite them. So rejecting costs nothing, and nothing is copied or moved.
+them, and later ones overwrite them. So rejecting costs nothing: nothing is copied or moved for it.
 """
 
 from math import ceil
@@ -38,7 +38,7 @@ class KVCache:
     def __init__(self, config, rows: int, capacity: int, device, dtype, unit=UNIT, widest=0):
         """Attention spans the slots of the longest row, rounded up to a multiple of `unit`.
 
-        widest: the most positions of a row in a forward, prefills aside.
+        widest: the most positions of a row in a forward, prefills aside. (For plumbing/runner.py.)
         """
         if rows < 1:
             raise UserError(f"rows {rows}: must be at least 1")

@@ -25,8 +25,8 @@ the one that would be needed is missing, the masks of a group that saw fewer gue
 if there are none, the next forward has no guesses from masks. That costs time, and changes no
 token. On a CPU each position costs: there a group is short where masks' guesses seldom hold.
 
-Not all guesses are of masks. If a text had its final tokens before, what followed them then is a
-guess, too (`PromptLookup`). At each place the likelier of the two is taken.
+Not all guesses come from masks. If the text's last tokens stood earlier in it, what followed them
+there is a guess, too (`PromptLookup`). At each place the likelier of the two is taken.
 
 At a temperature every position of the text has its own noise (plumbing/sampling.py). A guess is
 drawn with the noise of its position, and AR's token with the same, so that both often come out
@@ -45,7 +45,7 @@ from scheduler import Position, Sequence, num_in_common
 LEAST_PROBABILITY = 0.2  # guesses and groups less likely to be of use than this are left out
 MOST_GROUPS = 3  # a fourth costs more than it gains
 MORE_THAN_B = 16  # a forward has at most B + 16 guesses: room for long copies of the text
-LEAST_FOR_A_MASK = 0.7  # on a CPU, add a mask while the chance that all before it hold is so high
+LEAST_FOR_A_MASK = 0.7  # on a CPU, add a mask while all before it hold with at least this chance
 
 MASKS = "masks"  # the source of a guess that is not from the text
 RUNS = (2, 4, 8)  # how many of a text's last tokens prompt lookup looks for
@@ -110,7 +110,7 @@ class Lossless:
 
     @property
     def widest(self) -> int:
-        """The last token of the text (all before it are cached), the guesses, the groups."""
+        """The most positions of a row: the text's last token, the guesses, the groups."""
         return 1 + self.block + MORE_THAN_B + self.most_groups * self.block
 
     def group_size(self) -> int:

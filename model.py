@@ -254,7 +254,7 @@ class MLP(nn.Module):
         gate, up = self.gate_up(x)
         return self.down_proj(F.silu(gate) * up)
 
-    def gate_up(self, x: Tensor) -> tuple[Tensor, ...]:  # as qkv
+    def gate_up(self, x: Tensor) -> tuple[Tensor, ...]:  # in one product, too
         return self.gate_proj(x), self.up_proj(x)
 
 
@@ -424,7 +424,7 @@ def add_mask_token(model: Qwen2, chat: Chat) -> None:
 def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qwen2, Chat]:
     """Model and chat tokenizer of a directory or hub id, with a mask token: ready for decoding.
 
-    Without a name: of the bundled toy. Its weights have no gradients; to train it, call
+    Without a name, the bundled toy. Its weights have no gradients; to train it, call
     model.requires_grad_(). torch.int8: a model for decoding only, on a CPU, with products in 8 bits
     (docs/speed.md).
     """

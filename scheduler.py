@@ -2,8 +2,8 @@
 
 from collections import deque
 
-# The most positions in a prefill, padding included. A longer prompt is fed alone, in one forward.
-PREFILL = 4096
+# In a prefill, padding included. A longer prompt is fed alone, in one forward.
+MOST_POSITIONS = 4096
 
 Position = tuple[int, int, int]  # token, pos and prefix: `visible` in model.py
 
@@ -70,8 +70,8 @@ class Scheduler:
         The sequence is None if its row is idle, or waits. No rows: all sequences are done. A
         prefill has only rows that begin.
         """
-        # Until the rows that wait (only with a BlockCache) go on, no new text begins: it would have
-        # an open block, and they would have to wait for that, too. (A row that waits and is done
+        # A new text would have an open block, and the rows that wait (only a BlockCache has any)
+        # would wait for that, too. So none begins before they go on. (A row that waits and is done
         # was cancelled.)
         if all(self.sequences[row].done for row in self.waiting):
             self.admit()
@@ -85,7 +85,7 @@ class Scheduler:
             rows = self.first_that_fit(new)
         elif running:
             self.empty_done_rows()
-            rows = self.without_idle_rows(list(running))
+            rows = self.rows_to_feed(list(running))
         lengths = {row: len(running[row].token_ids) for row in rows if row in running}
         self.waiting = self.cache.waiting(lengths)
         scheduled = []
@@ -94,8 +94,8 @@ class Scheduler:
             scheduled.append((row, running[row] if is_fed else None))
         return scheduled, bool(new)
 
-    def without_idle_rows(self, running: list[int]) -> list[int]:
-        """The rows of a forward: all of them, or only those that run, where that is faster.
+    def rows_to_feed(self, running: list[int]) -> list[int]:
+        """All rows, idle ones, too; or only those that run, where that is faster.
 
         To leave out a row makes the cache copy all others. So it pays on a CPU only, and only if at
         least half of the rows are idle.
@@ -132,7 +132,7 @@ class Scheduler:
             prompts = [self.sequences[row].prompt_length for row in rows[:count]]
             width = max(p - k for p, k in zip(prompts, kept)) + self.block
             # Each row is padded to `width`, after what it holds.
-            if count * width <= PREFILL and max(kept) + width <= self.cache.capacity:
+            if count * width <= MOST_POSITIONS and max(kept) + width <= self.cache.capacity:
                 return rows[:count]
         return rows[:1]
 

@@ -259,7 +259,7 @@ def look_ahead(model: Qwen2, forwards: list[Streams], recipe: Recipe) -> list[fl
         is_right = (best == inputs.target[at]).float()
         right += torch.bincount(ahead[at], is_right, minlength=bins).cpu()
         count += torch.bincount(ahead[at], minlength=bins).cpu()
-    shares = (right / count)[count > 0]  # 0 ahead is empty, and far ahead may be
+    shares = (right / count)[count > 0]  # 0 ahead is empty, and the farthest may be
     return [round(share, 4) for share in shares.tolist()]
 
 
@@ -278,11 +278,11 @@ def learning_rate(peak: float, progress: float) -> float:
 
 
 def train(
-    model: Qwen2, held_out: list[Streams], run: Run, recipe: Recipe, learn=add_gradients
+    model: Qwen2, held_out: list[Streams], run: Run, recipe: Recipe, backward=add_gradients
 ) -> int:
     """Train to the end and return 0, or return the number of the signal that stopped the run.
 
-    held_out: forwards to measure `look_ahead` on. learn: apps/low_rank.py has another.
+    held_out: forwards to measure `look_ahead` on. backward: apps/low_rank.py has another.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -292,7 +292,7 @@ def train(
     for step in range(steps_done + 1, recipe.steps + 1):
         began = time.perf_counter()
         examples = run.data.next_batch(recipe.batch)
-        sums = learn(model, examples, recipe)
+        own_losses = backward(model, examples, recipe)  # this process's part
         norm = processes.clip_gradients(model, CLIP)
         if not math.isfinite(norm):
             raise UserError(f"step {step}: the gradient's norm is {norm}; try a smaller --lr")
@@ -303,7 +303,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
 
-        noisy, clean = processes.total(sums).tolist()
+        noisy, clean = processes.total(own_losses).tolist()
         clean_losses.append(clean)
         num_tokens = sum(len(example.tokens) for example in examples)
         record = {
@@ -370,7 +370,7 @@ def packed_width(model: Qwen2, longest: int) -> int | None:
 
 
 def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe, Run]:
-    """All before the first step, for apps/low_rank.py, too: device, data, model, recipe and run.
+    """Everything before the first step; apps/low_rank.py calls it, too.
 
     The model's config gets the block, B.
     """
@@ -417,7 +417,7 @@ def announce(args: argparse.Namespace, model: Qwen2, recipe: Recipe, data: Datas
     if len(data.held_out) < 10:
         processes.say("fewer than ten rows held out: look-ahead is measured roughly, or not at all")
     if recipe.steps < 50 and not args.steps:
-        processes.say("fewer than 50 steps: enough if all responses are alike; else more --epochs")
+        processes.say("fewer than 50 steps: enough if all responses are alike; else raise --epochs")
 
 
 def main() -> None:

@@ -231,9 +231,9 @@ def main() -> None:
         torch.manual_seed(args.seed)  # of svd_lowrank
         find_directions(model, run.data, recipe)
     held_out = forward_inputs(run.data.held_out, recipe)
-    learn = functools.partial(add_gradients, original=original)
+    backward = functools.partial(add_gradients, original=original)
     with run:
-        stop = train.train(model, held_out, run, recipe, learn)
+        stop = train.train(model, held_out, run, recipe, backward)
     if stop:
         sys.exit(128 + stop)
 

@@ -63,6 +63,10 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
     messages = conversation({name: row[name] for name in row if name not in answers})
     if messages[-1]["role"] == "assistant":
         raise UserError("the last message is the assistant's")
+    if all(message["role"] == "system" for message in messages):
+        raise UserError("nothing that asks")
+    if not messages[-1]["content"].strip():
+        raise UserError("an empty prompt")
     return chat.encode_prompt(messages)
 
 
