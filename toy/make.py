@@ -164,8 +164,7 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    new = argparse.FileType("x")  # replaces no file
-    parser.add_argument("--out", type=new, help="write only a training file, under this new name")
+    parser.add_argument("--out", type=Path, help="write only a training file, under this new name")
     parser.add_argument("--rows", type=int, default=TRAIN_ROWS, help="how many it has")
     parser.add_argument("--hard", action="store_true", help="the world of experiments.paper")
     args = parser.parse_args()
@@ -175,11 +174,15 @@ def main() -> None:
         write(HERE / "test.jsonl", test)
         train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
         return
+    try:
+        args.out.touch(exist_ok=False)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     if args.hard:
         train, _ = split(hard_problem, args.rows, HARD_TEST_ROWS)
     else:
         train, _ = split(problem, args.rows)
-    write(Path(args.out.name), train)
+    write(args.out, train)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def test_the_cache_has_room_for_the_widest_feed(block, block_cache, monkeypatch)
 
 
 def test_prompts_that_wait_are_prefilled_together(monkeypatch):
-    """As many as there are free rows, but not more positions than PREFILL."""
+    """As many as there are free rows, but not more positions than MOST_POSITIONS."""
     lengths = [10, 30, 10, 60, 5, 5, 5]
-    monkeypatch.setattr("scheduler.PREFILL", 100)
+    monkeypatch.setattr("scheduler.MOST_POSITIONS", 100)
     decoder = Decoder(endless_model(), Options(tau=1, max_new=5, block=2), rows=5, longest=65)
     sequences = [decoder.add([2] * length) for length in lengths]
     together = []
