@@ -81,8 +81,8 @@ class Method(Protocol):
     def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
         """How sure the predicted tokens (R, C) are, from logits (R, C, V).
 
-        scores (R, C, V): the tokens are their argmax. They are the logits; at a temperature T,
-        logits + T * noise.
+        scores (R, C, V): the tokens are their argmax. The scores are the logits; at a temperature
+        T, logits + T * noise.
         """
 
     def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
@@ -385,7 +385,7 @@ def load_for_decoding(args: argparse.Namespace, options: Options) -> tuple[Qwen2
     if args.model is None:
         note("the bundled toy/mars solves only problems like those in toy/test.jsonl; see --model")
     model, chat = load(args.model, device, dtype)
-    # With --block the masks were trained elsewhere: the paper's checkpoints do not say their B.
+    # Who gives --block knows that masks were trained: the paper's checkpoints do not say their B.
     is_untrained = options.block is None and model.config.block is None
     if is_untrained and not (options.is_lossless or options.is_plain_ar):
         note(f"{args.model}: was not trained with masks: what this tau accepts is garbage")

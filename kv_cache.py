@@ -89,8 +89,10 @@ class KVCache:
     def mask(self, pos_prefix: Tensor) -> Tensor:
         """`model.visible` for the reserved positions: bool (R, 1, T, span).
 
-        pos_prefix (R, T, 2): of each position; they are kept for later forwards. Slots after the
-        reserved ones hold scratch. They get the document -1, so that no position sees them.
+        pos_prefix (R, T, 2): of each position; they are kept for later forwards. Padding has pos =
+        capacity and prefix = pos + 1: a clean token after every text, which no text and no mask
+        sees. Slots after the reserved ones hold scratch. They get the document -1, so that no
+        position sees them.
         """
         self.pos_prefix[self.row_index, self.slots] = pos_prefix
         pos, prefix = pos_prefix[:, None, :, None].unbind(-1)  # (R, 1, T, 1)

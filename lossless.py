@@ -3,9 +3,9 @@
 This is ours, not the MARS paper's. A MARS model is still an autoregressive model, so it can check
 its own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how
 many will hold, so that forward also carries groups of masks. Group j is up to B masks that see the
-text and the first j guesses (all groups: "quadratic decoding", arXiv 2507.11851; here at most the
-three likeliest are fed, in a batch on a CPU one). With B = 4, two guesses g1 g2 after the last
-token x, and the groups 0, 1 and 2:
+text and the first j guesses. To feed all groups is "quadratic decoding" (arXiv 2507.11851); here at
+most the three likeliest are fed, in a batch on a CPU one. With B = 4, two guesses g1 g2 after the
+last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2

@@ -4,7 +4,7 @@ What is unusual here, compared with other small implementations:
   * attention takes its mask from the caller. `visible` below defines it (MARS, arXiv 2604.07023):
     training calls it for the positions of its streams, the cache for its slots;
   * `forward` returns hidden states. The caller picks positions, then asks for their logits: a
-    vocabulary of 152k tokens makes these most of a small model's work and memory;
+    vocabulary of 152k tokens makes logits most of a small model's work and memory;
   * `<|mask|>` is an ordinary token that is never predicted: its logit is always -inf;
   * module names are the checkpoint's names and config fields are config.json's keys, so loading is
     a strict comparison of names and shapes.
@@ -148,11 +148,12 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
     are masks of the same block and j does not come after i. (A block is a run of masks: of the
     training grid, or after the text in decoding.)
 
-    Every position carries three integers: `pos`, its position id; `doc`, its document (padding is a
-    document of its own); and `prefix`, the number of clean tokens that it sees. A clean token sees
-    itself and all before it: prefix = pos + 1. A mask sees the clean tokens before its block:
-    prefix = the first position of the block. An example: the clean tokens a b c d e f, and two
-    blocks of B = 2 masks, at positions 3 and 5 (they may begin anywhere); one row per query.
+    Every position carries three integers: `pos`, its position id; `doc`, its document (in training
+    padding has one of its own; in decoding it stands after every text); and `prefix`, the number of
+    clean tokens that it sees. A clean token sees itself and all before it: prefix = pos + 1. A mask
+    sees the clean tokens before its block: prefix = the first position of the block. An example:
+    the clean tokens a b c d e f, and two blocks of B = 2 masks, at positions 3 and 5 (they may
+    begin anywhere); one row per query.
 
             pos prefix | a b c d e f | M3 M4 | M5 M6    (a stands at position 0)
         d    3    4    | x x x x     |       |          clean: causal, and never sees a mask
@@ -431,7 +432,7 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
     device = available_device(device)
     is_int8 = dtype == torch.int8
     if is_int8:
-        dtype = prepare_int8(device)
+        dtype = prepare_int8(device)  # of the weights that stay in float
     directory = TOY if name is None else locate(name)
     if device.type == "mps":
         check_logits(load_model(directory, device), load_model(directory, "cpu"))

@@ -52,7 +52,7 @@ class Sequence:
 
 
 class Scheduler:
-    """The rows of a cache; a row that is done takes the next sequence of `queue` at once."""
+    """The rows of a cache; a row that is done takes the next sequence of `queue`: see `admit`."""
 
     def __init__(self, cache, rows: int, block: int, is_compiled: bool):
         """block: B, the most masks that a prefill has after the prompt."""

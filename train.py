@@ -142,9 +142,10 @@ def lay_out(example: Example, recipe: Recipe, doc: int = 0) -> Streams:
     P = example.prompt_length
     L = len(x)
     clean_pos = torch.arange(L - 1)
-    mask_pos = torch.arange(0)  # block is None: no masks
-    block_start = mask_pos
-    if recipe.block is not None:
+    if recipe.block is None:  # the clean stream alone
+        mask_pos = torch.arange(0)
+        block_start = mask_pos
+    else:
         mask_pos = torch.arange(P, L - 1)
         block_start = mask_pos - mask_pos % recipe.block
     pos = torch.cat([clean_pos, mask_pos])
@@ -209,10 +210,10 @@ def hidden_states(model: Qwen2, inputs: Streams) -> Tensor:
 def weighted_cross_entropy(model: Qwen2, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """The sum of weight (R, T) times cross-entropy; logits are made where the weight is not 0."""
     at = weight.nonzero(as_tuple=True)  # row and column of each position that counts
-    each = model.in_chunks(
+    cross_entropies = model.in_chunks(
         lambda h, y: F.cross_entropy(model.logits(h), y, reduction="none"), hidden[at], target[at]
     )
-    return (each * weight[at]).sum()
+    return (cross_entropies * weight[at]).sum()
 
 
 def losses(model: Qwen2, inputs: Streams) -> tuple[Tensor, Tensor]:
