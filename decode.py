@@ -15,7 +15,8 @@ the tests compare the two. What is unusual here:
   * B masks are B + 1 candidates; the paper's decoder ignores what the last mask predicts;
   * every row of a batch has its own length in the cache (future work in the paper): no row waits
     until another has caught up, and a prompt gives the same tokens in a batch as alone, up to
-    rounding. With `block_cache`, the paper's way, rows wait: see kv_cache.py;
+    rounding (drawn ones with the same `index`). With `block_cache`, the paper's way, rows wait:
+    see kv_cache.py;
   * a row that is done takes the next prompt at once; tau may change between any two forwards;
   * without a tau, guesses are checked before they count, so that the text is AR's: lossless.py.
 """

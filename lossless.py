@@ -4,8 +4,8 @@ This is ours, not the MARS paper's. A MARS model is still an autoregressive mode
 its own guesses: the next forward carries them as if they were real tokens. Nobody knows yet how
 many will hold, so that forward also carries groups of masks. Group j is up to B masks that see the
 text and the first j guesses. To feed all groups is "quadratic decoding" (arXiv 2507.11851); here at
-most the three likeliest are fed, in a batch on a CPU one. With B = 4, two guesses g1 g2 after the
-last token x, and the groups 0, 1 and 2:
+most the three likeliest are fed (only one for a batch on a CPU). With B = 4, two guesses g1 g2
+after the last token x, and the groups 0, 1 and 2:
 
     feed             x    g1    g2  | M M M M | M M M M  | M M M M
     it sees          ..x  ..g1  ..g2| ..x     | ..g1     | ..g2
@@ -26,7 +26,8 @@ if there are none, the next forward has no guesses from masks. That costs time, 
 token. On a CPU each position costs: there a group is short where masks' guesses seldom hold.
 
 Not all guesses come from masks. If the text's last tokens stood earlier in it, what followed them
-there is a guess, too (`PromptLookup`). At each place the likelier of the two is taken.
+there is a guess, too (`PromptLookup`), but not in a batch on a CPU. At each place the likelier of
+the two is taken.
 
 At a temperature every position of the text has its own noise (plumbing/sampling.py). A guess is
 drawn with the noise of its position, and AR's token with the same, so that both often come out

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-# In a prefill, padding included. A longer prompt is fed alone, in one forward.
+# The most in a prefill, padding included. A prompt longer than this is fed alone, in one forward.
 MOST_POSITIONS = 4096
 
 Position = tuple[int, int, int]  # token, pos and prefix: `visible` in model.py
@@ -128,11 +128,11 @@ class Scheduler:
     def first_that_fit(self, rows: list[int]) -> list[int]:
         """The first of these rows, as many as fit one prefill; at least one."""
         for count in range(len(rows), 1, -1):
-            kept = [self.cache.lengths[row] for row in rows[:count]]
+            held = [self.cache.lengths[row] for row in rows[:count]]
             prompts = [self.sequences[row].prompt_length for row in rows[:count]]
-            width = max(p - k for p, k in zip(prompts, kept)) + self.block
+            width = max(prompt - n for prompt, n in zip(prompts, held)) + self.block
             # Each row is padded to `width`, after what it holds.
-            if count * width <= MOST_POSITIONS and max(kept) + width <= self.cache.capacity:
+            if count * width <= MOST_POSITIONS and max(held) + width <= self.cache.capacity:
                 return rows[:count]
         return rows[:1]
 
