@@ -150,10 +150,10 @@ def visible(q_pos, q_prefix, q_doc, k_pos, k_prefix, k_doc):
 
     Every position carries three integers: `pos`, its position id; `doc`, its document (in training
     padding has one of its own, -1; in decoding it stands after every text); and `prefix`, the
-    number of clean tokens that it sees. A clean token sees itself and all before it: prefix = pos +
-    1. A mask sees the clean tokens before its block: prefix = the first position of the block. An
-    example: the clean tokens a b c d e f, and two blocks of B = 2 masks, at positions 3 and 5 (they
-    may begin anywhere); one row per query.
+    number of clean tokens that it sees. A clean token sees itself and all before it:
+    prefix = pos + 1. A mask sees the clean tokens before its block: prefix = the first position of
+    the block. An example: the clean tokens a b c d e f, and two blocks of B = 2 masks, at positions
+    3 and 5 (they may begin anywhere); one row per query.
 
             pos prefix | a b c d e f | M3 M4 | M5 M6    (a stands at position 0)
         d    3    4    | x x x x     |       |          clean: causal, and never sees a mask
