@@ -19,6 +19,8 @@ class JsonlFile:
         self.offsets = array("Q")
         self.checksum = 0  # of the whole file: an edited file is another file
         self.file = open(path, "rb")
+        if not self.file.seekable():
+            raise UserError(f"{path}: a pipe, but rows are read in any order; write it to a file")
         offset = 0
         lines = tqdm(self.file, desc=str(path), leave=False, delay=2, disable=not leads())
         for number, line in enumerate(lines, start=1):
