@@ -46,7 +46,12 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
             safe_open(path, framework="pt", device=str(device)) as shard,
         ):
             for name in shard.keys():
-                tensors[name] = shard.get_tensor(name).to(dtype)
+                tensor = shard.get_tensor(name)
+                if tensor.itemsize < 2 or not tensor.is_floating_point():
+                    raise UserError(f"{path}: {name} is {tensor.dtype}; get the model unquantized")
+                tensors[name] = tensor.to(dtype)
+                if not tensors[name].sum().isfinite():  # quicker than to look at each number
+                    raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
     return tensors
 
 
@@ -69,12 +74,14 @@ def all_or_nothing(directory: Path) -> Iterator[Path]:
         directory.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=directory, prefix="saving-", suffix=".tmp") as folder:
             yield Path(folder)
-            for path in sorted(Path(folder).rglob("*")):
+            paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            for path in paths:  # before any name is given: a crash may lose what is not on the disk
+                with open(path, "r+b") as file:
+                    os.fsync(file.fileno())
+            for path in paths:
                 target = directory / path.relative_to(folder)
-                if path.is_dir():  # custom_generate
-                    target.mkdir(exist_ok=True)
-                else:
-                    os.replace(path, target)
+                target.parent.mkdir(exist_ok=True)  # custom_generate
+                os.replace(path, target)
     except (OSError, SafetensorError) as error:
         message = f"{directory}: not saved ({error}); what was there before is intact"
         raise UserError(message) from None

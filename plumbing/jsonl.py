@@ -1,5 +1,6 @@
 """Rows of a JSONL file: of any size, in any order; and files of prompts, which may be text."""
 
+import contextlib
 import json
 import zlib
 from array import array
@@ -58,7 +59,9 @@ def read_rows(file: Path) -> dict[int, dict]:
     """
     with failure_as(f"{file}: cannot be read as text in UTF-8"):
         text = file.read_text(encoding="utf-8-sig")
-    is_jsonl = text.lstrip().startswith(("{", "[{", "[\n"))  # an array is refused below
+    if is_array(text):
+        raise UserError(f"{file}: one JSON array; expected a prompt per line, or JSONL")
+    is_jsonl = text.lstrip().startswith("{")
     rows = {}
     for line_number, line in enumerate(text.split("\n"), start=1):
         if is_jsonl and line.strip():
@@ -68,3 +71,10 @@ def read_rows(file: Path) -> dict[int, dict]:
     if not rows:
         raise UserError(f"{file}: empty; expected a prompt per line, or JSONL")
     return rows
+
+
+def is_array(text: str) -> bool:
+    """Is a whole file one JSON array?"""
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), list)
+    return False

@@ -61,7 +61,7 @@ REPLY = {"role": "assistant", "content": "Ho"}
         (b" \n\n", "in: empty; expected a prompt per line, or JSONL"),
         (b"?\n" + 3000 * b"plums ", "in:2: a prompt of 3"),
         (b'{"prompt": "?"}\n\n{not json}', "in:3: not JSON"),
-        (b'[\n{"prompt": "?"}\n]', "in:1: not JSON"),
+        (b'[\n{"prompt": "?"}\n]', "in: one JSON array"),
         (b"ok\n\ncaf\xe9\n", "in: cannot be read as text in UTF-8"),
         ({"prompt": "?", "tau": 2}, "in:2: tau: expected float from 0 to 1, not 2"),
     ],

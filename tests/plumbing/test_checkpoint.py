@@ -1,6 +1,7 @@
 """Directories of models: what loading refuses and accepts, and what a failed save leaves."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -102,11 +103,20 @@ def test_an_end_that_could_not_end_a_turn(checkpoint, ends):
         # Zeros take the place of a bias in a Llama only.
         (lambda tensors: tensors.pop("model.layers.0.self_attn.q_proj.bias"), "q_proj.bias: expec"),
         (lambda tensors: tensors.update(surplus=torch.zeros(2)), "surplus: expected no such tens"),
+        (lambda tensors: tensors["model.norm.weight"][-1].fill_(math.nan), "norm.weight holds NaN"),
     ],
 )
 def test_tensors_that_are_refused(checkpoint, change, message):
     edit_tensors(checkpoint, change)
     refuses(checkpoint, message)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])
+def test_weights_that_are_quantized(checkpoint, dtype):
+    """Their codes are not taken for weights."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    refuses(checkpoint, f"{name} is {dtype}; get the model unquantized")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
