@@ -151,9 +151,9 @@ class Threshold:
     def looks_misplaced(self, sequence: Sequence, accepted: list[int], token: int) -> bool:
         """Did the mask probably predict the token of a neighbouring place? Ours: docs/lossless.md.
 
-        A mask that is sure and wrong mostly repeats the token before its own, or leaves out a token
-        of a passage that the text has had before. So a token does not pass if it equals the one
-        before it, or if that earlier passage went on with another token.
+        Of the masks that are sure and wrong about half repeat the token before their own, or leave
+        out a token of a passage that the text has had before. So a token does not pass if it equals
+        the one before it, or if that earlier passage went on with another token.
         """
         if sequence.state is None:
             sequence.state = PromptLookup()
