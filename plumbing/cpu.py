@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .chat import Chat
 from .errors import UserError
-from .int8 import Int8Product, check_int8, is_exact, largest_inputs
+from .int8 import IN_8_BITS, Int8Product, check_int8, largest_inputs, largest_weight
 from .terminal import note
 
 # glibc's names and numbers for options of malloc
@@ -120,9 +120,9 @@ def split(product: Product, layers: list[nn.Linear]) -> Callable[[Tensor], tuple
 
 
 def advise(model: nn.Module) -> None:
-    """Say once that weights in 8 bits are fewer bytes to read, where the CPU can."""
-    is_large = model.head.numel() >= SMALL
-    if is_large and model.dtype == torch.float32 and not can_pack(torch.bfloat16) and is_exact():
+    """Say once that weights in 8 bits are fewer bytes to read, where that is surely faster."""
+    is_large = model.dtype == torch.float32 and model.head.numel() >= SMALL
+    if is_large and not can_pack(torch.bfloat16) and largest_weight() == IN_8_BITS:
         advise_int8()
 
 

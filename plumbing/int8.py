@@ -5,13 +5,16 @@ each position's with a scale of its own. oneDNN's sums of the integer products a
 position gets does not depend on how many others are computed with it.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UserError
 
-LARGEST = 127  # integers are from -LARGEST to LARGEST
+IN_8_BITS = 127  # integers are from -127 to 127
+IN_7_BITS = 63
 ZERO = 128  # oneDNN is fast for unsigned inputs only: so this is added to them
 LEAST_POSITIONS = 4  # fewer take longer
 # Inputs of a matrix that stay in float. In a few the numbers are a hundred times those of others,
@@ -30,7 +33,8 @@ class Int8Product:
         self.in_float = largest_inputs.topk(num_in_float).indices
         self.float_weight = weight[:, self.in_float]
         self.bias = None if bias is None else bias.detach().float()
-        self.weight, self.weight_scale = pack(weight.index_fill(1, self.in_float, 0))
+        others = weight.index_fill(1, self.in_float, 0)
+        self.weight, self.weight_scale = pack(others, largest_weight())
         self.no_zero_points = torch.zeros(len(weight), dtype=torch.int)
         self.half = torch.tensor([ZERO + 0.5])  # to unsigned integers torch rounds down
 
@@ -40,16 +44,19 @@ class Int8Product:
         floats = rows[:, self.in_float].float()
         others = rows.index_fill(1, self.in_float, 0)
         scale = torch.linalg.vector_norm(others, torch.inf, 1, keepdim=True, dtype=torch.float32)
-        scale = scale.mul_(1 / 127).clamp_(min=TINY)
+        scale = scale.mul_(1 / IN_8_BITS).clamp_(min=TINY)
         rounded = torch.addcdiv(self.half, others, scale).to(torch.uint8)
         sums = integer_product(rounded, self.weight, self.weight_scale, self.no_zero_points)
         y = torch.addcmul(F.linear(floats, self.float_weight, self.bias), sums, scale)
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers in oneDNN's layout and a scale for each output (outputs,): of a float weight."""
-    scale = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp(min=TINY)
+def pack(weight: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Integers in oneDNN's layout and a scale for each output (outputs,): of a float weight.
+
+    The integers are from -largest to largest.
+    """
+    scale = (weight.abs().amax(1, keepdim=True) / largest).clamp(min=TINY)
     integers = (weight / scale).round().to(torch.int8)
     return torch.ops.onednn.qlinear_prepack(integers, None), scale[:, 0]
 
@@ -64,28 +71,41 @@ def integer_product(x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tens
     return y[: len(x)]
 
 
-def is_exact() -> bool:
-    """Are integer products right on this CPU? Without VNNI a sum of two may overflow 16 bits."""
+@functools.cache
+def largest_weight() -> int:
+    """Weights are rounded to integers from -n to n; 0: this CPU has no products of integers.
+
+    Without VNNI (AMD before Zen 4, Intel before 2019) two products are added in 16 bits: too few
+    for 2 * 255 * 127, enough for 2 * 255 * 63.
+    """
+    for largest in (IN_8_BITS, IN_7_BITS):
+        if is_exact(largest):
+            return largest
+    return 0
+
+
+def is_exact(largest: int) -> bool:
+    """Are the largest sums of products right on this CPU?"""
     onednn = torch.backends.mkldnn
     if not (onednn.is_available() and onednn.enabled):
         return False
     num_inputs = 256
-    weight = torch.full((64, num_inputs), float(LARGEST))  # its scale is 1
+    weight = torch.full((64, num_inputs), float(largest))  # its scale is 1
     x = torch.full((LEAST_POSITIONS, num_inputs), 255, dtype=torch.uint8)
     try:
-        packed, scale = pack(weight)
+        packed, scale = pack(weight, largest)
         y = integer_product(x, packed, scale, torch.zeros(64, dtype=torch.int))
     except RuntimeError:  # a torch without these operators, or for another kind of CPU
         return False
-    return bool((y == (255 - ZERO) * LARGEST * num_inputs).all())
+    return bool((y == (255 - ZERO) * largest * num_inputs).all())
 
 
 def check_int8(device: torch.device) -> None:
     """Raise UserError where there are no products in 8 bits."""
     if device.type != "cpu":
         raise UserError(f"dtype int8: only on a CPU, not on {device}; use bfloat16 or float32")
-    if not is_exact():
-        raise UserError("dtype int8: this CPU has no VNNI instructions; use bfloat16 or float32")
+    if not largest_weight():
+        raise UserError("dtype int8: not on this CPU; use bfloat16 or float32")
 
 
 def largest_inputs(model: nn.Module, tokens: list[int]) -> dict[Tensor, Tensor]:
