@@ -294,6 +294,7 @@ class Decoder:
                 f"{self.longest} positions of this decoder: shorten it, or lower --max-new"
             )
         index = self.num_added if index is None else index
+        check_number("index", index, int, 0, 2**62)
         sequence = Sequence(prompt, self.config, max_new, tau, index)
         self.num_added += 1
         self.scheduler.queue.append(sequence)

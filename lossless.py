@@ -81,6 +81,8 @@ class PromptLookup:
             place = self.goes_on_at.get(tuple(tail[-length:]))
             if place is None:  # then no longer run is there: it would end with this one
                 break
+            if place >= len(text):  # of tokens that an interrupted step did not take
+                break
             found = (text[place], length)
         return found
 

@@ -68,7 +68,7 @@ class Scheduler:
         """The rows of the next forward, each with its sequence, and whether it is a prefill.
 
         The sequence is None if its row is idle, or waits. No rows: all sequences are done. A
-        prefill has only rows that begin.
+        prefill has only rows whose prompts are not in the cache yet.
         """
         # A new text would have an open block, and the rows that wait (only a BlockCache has any)
         # would wait for that, too. So none begins before they go on. (A row that waits and is done
@@ -79,7 +79,8 @@ class Scheduler:
         for row, sequence in enumerate(self.sequences):
             if sequence and not sequence.done:
                 running[row] = sequence
-        new = [row for row, sequence in running.items() if sequence.forwards == 0]
+        held = self.cache.lengths
+        new = [row for row, sequence in running.items() if held[row] < sequence.prompt_length]
         rows = []
         if new:
             rows = self.first_that_fit(new)
@@ -87,7 +88,7 @@ class Scheduler:
             self.empty_done_rows()
             rows = self.rows_to_feed(list(running))
         lengths = {row: len(running[row].token_ids) for row in rows if row in running}
-        self.waiting = self.cache.waiting(lengths)
+        self.waiting = set() if new else self.cache.waiting(lengths)
         scheduled = []
         for row in rows:
             is_fed = row in running and row not in self.waiting
@@ -129,8 +130,8 @@ class Scheduler:
         """The first of these rows, as many as fit one prefill; at least one."""
         for count in range(len(rows), 1, -1):
             held = [self.cache.lengths[row] for row in rows[:count]]
-            prompts = [self.sequences[row].prompt_length for row in rows[:count]]
-            width = max(prompt - n for prompt, n in zip(prompts, held)) + self.block
+            texts = [len(self.sequences[row].token_ids) for row in rows[:count]]
+            width = max(text - n for text, n in zip(texts, held)) + self.block
             # Each row is padded to `width`, after what it holds.
             if count * width <= MOST_POSITIONS and max(held) + width <= self.cache.capacity:
                 return rows[:count]

@@ -392,9 +392,7 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe,
         block=block,
         lr=args.lr,
         batch=batch,
-        # data.training has the rows that are skipped, too (too long, no answer), so the others are
-        # seen a little more often than --epochs says.
-        steps=args.steps or math.ceil(args.epochs * len(data.training) / batch),
+        steps=args.steps or math.ceil(args.epochs * data.num_usable / batch),
         save_every=args.save_every,
         # On a CPU more positions are no faster; each takes 1.5 MB in SmolLM2-135M.
         batch_tokens=args.batch_tokens or (1024 if device.type == "cpu" else 4096),

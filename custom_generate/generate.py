@@ -12,7 +12,7 @@ the text's last tokens earlier is a guess, too (prompt lookup).
 from functools import partial
 
 import torch
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 CHANCES = {2: 0.5, 4: 0.8, 8: 0.9}  # that what followed 2, 4 or 8 tokens follows them again
@@ -20,6 +20,14 @@ CHANCES = {2: 0.5, 4: 0.8, 8: 0.9}  # that what followed 2, 4 or 8 tokens follow
 
 def generate(*args, model, tau=None, streamer=None, assistant_model=None, **kwargs):
     """model.generate, if the model brings this file. transformers prepares what `mars` is given."""
+    strings = kwargs.pop("stop_strings", None)
+    tokenizer = kwargs.pop("tokenizer", None)  # transformers keeps it to itself
+    if strings is not None:
+        criteria = [
+            *(kwargs.get("stopping_criteria") or []),
+            StopStringCriteria(tokenizer, strings),
+        ]
+        kwargs["stopping_criteria"] = criteria
     decode = partial(mars, tau=tau, streamer=streamer, assistant_model=assistant_model)
     kwargs |= {"custom_generate": decode, "streamer": streamer}
     return GenerationMixin.generate(model, *args, **kwargs)
@@ -32,14 +40,19 @@ def mars(model, text, logits_processor, stopping_criteria, generation_config,
     cache = kwargs.get(cache_name)
     is_padded = kwargs.get("attention_mask") is not None and not kwargs["attention_mask"].all()
     is_usual = generation_config.get_generation_mode(assistant_model) in ("greedy_search", "sample")
-    if len(text) != 1 or is_padded or not is_usual or generation_config.guidance_scale:
+    is_guided = generation_config.guidance_scale not in (None, 1)
+    if len(text) != 1 or is_padded or not is_usual or is_guided:
         raise ValueError("MARS decodes one row: no padding, beams, assistant or guidance_scale")
+    outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    if any(getattr(generation_config, name) for name in outputs) or "inputs_embeds" in kwargs:
+        raise ValueError("MARS decodes token ids, and returns no scores, logits or states")
     if not isinstance(cache, DynamicCache) or cache.get_seq_length() >= text.size(1):
         raise ValueError("MARS decodes with generate's default cache, shorter than the text")
     if tau is not None and not 0 <= tau <= 1:
         raise ValueError(f"MARS: tau is a probability, from 0 to 1, and not {tau}")
     mask_id = model.config.mask_token_id
     block = getattr(model.config, "block", None) or 4  # B
+    ends = torch.tensor(generation_config.eos_token_id or [], device=text.device)
     guesses = []
     noise = []
     followed = {}  # (2, 4 or 8 tokens) -> (the chance that it follows again, what followed)
@@ -56,7 +69,7 @@ def mars(model, text, logits_processor, stopping_criteria, generation_config,
         from_masks = []
         ahead = text  # and what masks guess
         for i in range(width):
-            scores = logits_processor(ahead, logits[i : i + 1])
+            scores = logits_processor(ahead, logits[i : i + 1].clone())
             if generation_config.do_sample:
                 # The best with Gumbel noise is a draw. A guess and its check share the noise.
                 if i == len(noise):
@@ -67,6 +80,8 @@ def mars(model, text, logits_processor, stopping_criteria, generation_config,
             is_from_mask = i > len(guesses)
             if is_from_mask and tau is None:
                 from_masks.append((scores.softmax(-1).max().item(), token.item()))
+                if token in ends:  # a processor may know nothing that comes after it
+                    break
                 continue
             if is_from_mask and logits[i].softmax(-1)[token.item()] < tau:
                 break

@@ -70,7 +70,8 @@ def check_tau(tau: float, metric: str) -> None:
 
 def check_request(prompt: list[int], max_new: int, vocab_size: int) -> None:
     """Raise UserError for what would stop the forward of all rows: a float among token ids, say."""
-    if not prompt or not all(isinstance(t, Integral) and 0 <= t < vocab_size for t in prompt):
+    are_ids = all(isinstance(token, Integral) and 0 <= token < vocab_size for token in prompt)
+    if len(prompt) == 0 or not are_ids:  # `not prompt` is an error for a tensor
         raise UserError(f"a prompt must be a list of token ids below {vocab_size}, at least one")
     check_number("max_new", max_new, int, 1, 10**9)
 

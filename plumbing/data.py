@@ -73,13 +73,13 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
 def conversation(row: dict) -> list[dict]:
     """The messages of a row, its `response` included; UserError if one is not plain text."""
     messages = row.get("messages")
-    if messages is None and "prompt" in row:
+    if not messages and "prompt" in row:
         messages = [{"role": "user", "content": row["prompt"]}]
     is_list = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not is_list or not messages:
         raise UserError("neither messages nor a prompt")
-    if row.get("completion") is not None:  # TRL's name
-        row = {"response": row["completion"]} | row
+    if row.get("response") is None and "completion" in row:  # TRL's name
+        row = row | {"response": row["completion"]}
     if "response" in row and messages[-1].get("role") != "assistant":
         messages = [*messages, {"role": "assistant", "content": row["response"]}]
     for message in messages:
@@ -140,8 +140,9 @@ class Dataset:
     def examples(self, indices: Iterable[int]) -> Iterator[Example]:
         """The examples of these rows; `skipped` counts why the others have none."""
         for index in indices:
+            row = self.rows[index]  # UserError if the file was changed meanwhile
             try:
-                yield make_example(self.rows[index], self.chat, self.ends, self.max_length)
+                yield make_example(row, self.chat, self.ends, self.max_length)
             except UserError as reason:
                 self.skipped[str(reason)] += 1
 

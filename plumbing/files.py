@@ -50,7 +50,8 @@ def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> d
                 if tensor.itemsize < 2 or not tensor.is_floating_point():
                     raise UserError(f"{path}: {name} is {tensor.dtype}; get the model unquantized")
                 tensors[name] = tensor.to(dtype)
-                if not tensors[name].sum().isfinite():  # quicker than to look at each number
+                # a sum is quicker than to look at each number; in float16 it may overflow
+                if not tensors[name].sum(dtype=torch.float32).isfinite():
                     raise UserError(f"{path}: damaged (tensor {name} holds NaN or infinity)")
     return tensors
 

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", exc_type=ImportError)
 from custom_generate.generate import mars  # noqa: E402  it needs transformers
 
 AR = transformers.GenerationMixin.generate
+AutoTokenizer = transformers.AutoTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -145,10 +146,38 @@ def test_it_ends_exactly_there():
     assert run(model, prompt + cut.tokens, max_new_tokens=57, **cache).tokens == whole[3:]
 
 
+def continuations(answers, start, _, text) -> list[int]:
+    """The tokens that go on with one of the answers; none after its end."""
+    said = text[start:].tolist()
+    return [each[len(said)] for each in answers if each[: len(said)] == said and each != said]
+
+
+def test_processors_and_stop_strings():
+    """A processor that knows nothing after an end of turn; one that changes scores in place (a tau
+    tests what the model says). transformers keeps the tokenizer of stop_strings to itself."""
+    model = open_folder()
+    stops = {"stop_strings": ["So"], "tokenizer": AutoTokenizer.from_pretrained(ROOT / "toy/mars")}
+    for prompt, tau in product(toy_prompts(Chat(BASE))[:2], (None, 0.5, 1)):
+        whole = ar(model, prompt, max_new=60)
+        options = {"tau": tau, "max_new_tokens": 60, "guidance_scale": 1.0}
+        answers = [whole, [*whole[:5], EOS]]
+        allowed = partial(continuations, answers, len(prompt))
+        done = run(model, prompt, prefix_allowed_tokens_fn=allowed, **options)
+        assert done.tokens in answers
+        flatten = [lambda _, scores: scores / 5], [lambda _, scores: scores.div_(5)]
+        once, twice = [run(model, prompt, logits_processor=each, **options) for each in flatten]
+        assert (once.tokens, once.num_forwards) == (twice.tokens, twice.num_forwards)
+        cut = run(model, prompt, partial(AR, model), max_new_tokens=60, **stops).tokens
+        assert 0 < len(cut) < len(whole)
+        if tau != 0.5:
+            assert run(model, prompt, **options, **stops).tokens == cut
+
+
 def test_what_cannot_be_is_refused():
     model = open_folder()
     refused = [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"tau": 1.1}]
     refused += [{"assistant_model": model}, {"use_cache": False}, {"prompt_lookup_num_tokens": 5}]
+    refused += [{"output_scores": True}, {"inputs_embeds": torch.zeros(1, 3, 128)}]
     for options in [*refused, {"attention_mask": torch.tensor([[0, 1, 1]])}]:
         with pytest.raises(ValueError, match="MARS"):
             model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, **options)

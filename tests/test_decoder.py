@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from common import cases, endless_model, random_prompt, tiny_model
 from decoding import alone, outcome, use_lossless
 
@@ -29,6 +30,8 @@ BAD_REQUESTS = [
     ("abc", {}, "must be a list of token ids"),
     ([[1, 2]], {}, "must be a list of token ids"),
     ([5.0], {}, "must be a list of token ids"),
+    (torch.tensor([2, 3]), {}, "must be a list of token ids"),
+    ([2], {"index": [1]}, "index: expected int"),
     ([2], {"max_new": 0}, "max_new: expected int from 1 "),
     ([2], {"max_new": float("nan")}, "max_new: expected int from 1 "),
     ([2], {"max_new": "5"}, "max_new: expected int from 1 "),
@@ -123,6 +126,36 @@ def test_an_interrupted_step_loses_no_token(owner, moment, way, monkeypatch):
         for index, (prompt, sequence) in enumerate(zip(prompts, sequences)):
             options = way | {"max_new": sequence.max_new}
             assert sequence.tokens == alone(model, prompt, index, **options).tokens
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_step_that_is_interrupted_between_two_rows(way, monkeypatch):
+    """A prompt that was fed, but not committed, was then fed among ordinary rows. Next to a long
+    row it exceeded the cache, in this step and all later ones."""
+    take = Sequence.take
+    calls = []
+
+    def interrupted(*words):
+        calls.append(words)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return take(*words)
+
+    model = endless_model()
+    decoder = Decoder(model, Options(**way), rows=3, longest=200)
+    prompts = [[2, 3] * 85, [2], [2], [2] * 150, [3] * 150]
+    max_new = [30, 1, 1, 30, 30]
+    sequences = [decoder.add(*each) for each in zip(prompts[:3], [None] * 3, max_new)]
+    for _ in range(3):
+        decoder.step()
+    sequences += [decoder.add(*each) for each in zip(prompts[3:], [None] * 2, max_new[3:])]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Sequence, "take", interrupted)
+        decoder.step()
+    list(decoder)
+    for index, sequence in enumerate(sequences):
+        options = way | {"max_new": max_new[index]}
+        assert sequence.tokens == alone(model, prompts[index], index, **options).tokens
 
 
 @pytest.mark.usefixtures("plain_lossless")

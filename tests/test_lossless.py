@@ -146,6 +146,10 @@ def test_what_a_text_says_is_where_its_last_tokens_stood_before():
             text += [rng.randint(0, 1) for _ in range(rng.randint(0, 3))]
             guesses = [rng.randint(0, 1) for _ in range(rng.randint(0, 8))]
             assert repeats.next_token(text, guesses) == what_followed(text, guesses)
+    # A step was interrupted when it had looked up tokens that it then did not take: an IndexError.
+    repeats = PromptLookup()
+    repeats.next_token([2, 3, 4, 5], [])
+    assert repeats.next_token([2, 3], []) == (None, 0)
 
 
 # --------------------------------------------------------------------------- the text and forwards

@@ -111,6 +111,12 @@ def test_tensors_that_are_refused(checkpoint, change, message):
     refuses(checkpoint, message)
 
 
+def test_a_large_sum_is_no_damage(checkpoint):
+    """In float16 the sum of sound numbers may be infinite."""
+    edit_tensors(checkpoint, lambda tensors: tensors["model.embed_tokens.weight"].add_(9))
+    load(str(checkpoint), dtype=torch.float16)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])
 def test_weights_that_are_quantized(checkpoint, dtype):
     """Their codes are not taken for weights."""

@@ -65,8 +65,10 @@ def test_the_last_assistant_turn_is_trained(chat):
     answered = {"id": 1, "messages": [user, assistant, user], "response": last["content"]}
     assert make_example(answered, chat, ENDS, 512) == example  # as apps.batch writes it
     for name in ("response", "completion"):  # the second is TRL's
-        pair = make_example({"prompt": "the user", name: last["content"]}, chat, ENDS, 512)
-        assert pair == make_example({"messages": [user, last]}, chat, ENDS, 512)
+        row = {"messages": [], "prompt": "the user", "response": None, name: last["content"]}
+        assert make_example(row, chat, ENDS, 512) == make_example(
+            {"messages": [user, last]}, chat, ENDS, 512
+        )
 
 
 def test_a_cut_response_has_no_end_of_turn_target(chat):
@@ -162,3 +164,12 @@ def test_a_file_without_a_usable_row_stops(chat, tmp_path):
     rows = write(tmp_path / "bad.jsonl", [{"instruction": "Hi", "output": "Ho"}] * 8)
     with pytest.raises(UserError, match="8 neither messages .* the keys .*instruction"):
         Dataset(rows, chat, ENDS, max_length=512, seed=0)
+
+
+def test_a_file_that_changes_meanwhile_stops(chat, tmp_path):
+    """Its rows were skipped as if they were unusable, and the run looked for one forever."""
+    rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(50)])
+    stream = Dataset(rows, chat, ENDS, max_length=512, seed=0)
+    rows.path.write_text("")
+    with pytest.raises(UserError, match="d.jsonl:byte .*not JSON"):
+        stream.next_batch(60)
