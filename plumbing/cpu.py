@@ -34,7 +34,7 @@ def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
     for a model that is such a copy already: several decoders can share one.
     """
     if is_copy(model):
-        if is_compiled and isinstance(model.project, Int8Product):
+        if is_compiled and is_int8(model):
             raise UserError("--compile: not with --dtype int8")
         return model
     if model.device.type != "cpu" and not is_compiled:
@@ -69,6 +69,10 @@ def int8_copy(model: nn.Module, chat: Chat) -> nn.Module:
 
 def is_copy(model: nn.Module) -> bool:
     return "project" in vars(model)
+
+
+def is_int8(model: nn.Module) -> bool:
+    return isinstance(model.project, Int8Product)
 
 
 def shared(model: nn.Module) -> nn.Module:

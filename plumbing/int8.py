@@ -1,8 +1,10 @@
 """Products in 8 bits on a CPU: half the bytes of bfloat16, so half the reading (docs/speed.md).
 
 Weights are rounded to integers once, each output's with a scale of its own; inputs in each product,
-each position's with a scale of its own. oneDNN's sums of the integer products are exact, so what a
-position gets does not depend on how many others are computed with it.
+each position's with a scale of its own. oneDNN's sums of the integer products are exact. Other sums
+are made in float64 and rounded (here; attention's in runner.py): so what a position gets does not
+depend on how many others are computed with it, to the last bit. In float32 the order of a sum may
+change its last bit, and with that an integer; a layer later all numbers differ.
 """
 
 import functools
@@ -31,8 +33,8 @@ class Int8Product:
         weight = weight.detach().float()
         num_in_float = min(NUM_IN_FLOAT, weight.size(1))
         self.in_float = largest_inputs.topk(num_in_float).indices
-        self.float_weight = weight[:, self.in_float]
-        self.bias = None if bias is None else bias.detach().float()
+        self.float_weight = weight[:, self.in_float].double()
+        self.bias = None if bias is None else bias.detach().double()
         others = weight.index_fill(1, self.in_float, 0)
         self.weight, self.weight_scale = pack(others, largest_weight())
         self.no_zero_points = torch.zeros(len(weight), dtype=torch.int)
@@ -41,13 +43,14 @@ class Int8Product:
     def __call__(self, x: Tensor) -> Tensor:
         """x (..., inputs) times the weight, plus bias: (..., outputs)."""
         rows = x.reshape(-1, x.size(-1))
-        floats = rows[:, self.in_float].float()
+        floats = rows[:, self.in_float].double()
         others = rows.index_fill(1, self.in_float, 0)
         scale = torch.linalg.vector_norm(others, torch.inf, 1, keepdim=True, dtype=torch.float32)
         scale = scale.mul_(1 / IN_8_BITS).clamp_(min=TINY)
         rounded = torch.addcdiv(self.half, others, scale).to(torch.uint8)
         sums = integer_product(rounded, self.weight, self.weight_scale, self.no_zero_points)
-        y = torch.addcmul(F.linear(floats, self.float_weight, self.bias), sums, scale)
+        y = F.linear(floats, self.float_weight, self.bias).float()
+        y = y.addcmul_(sums, scale)
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cpu import fast_copy
+from .cpu import fast_copy, is_int8
 from .sampling import GumbelNoise
 
 NARROW = 96  # positions per row: with more there is nothing left to gain from folding
@@ -29,6 +29,7 @@ class Runner:
         self.noise = GumbelNoise(options.seed, model.config.vocab_size, cache.device)
         self.model = fast_copy(model, options.compile)
         self.num_threads = torch.get_num_threads()  # the attention mask's best shape depends on it
+        self.attention_dtype = torch.float64 if is_int8(self.model) else cache.dtype  # see int8.py
         self.compiled_forward = None
         if options.compile:
             self.compiled_forward = compiled(self.forward, cache)
@@ -84,7 +85,7 @@ class Runner:
         distribution. The text of lossless decoding is one.
         """
         mask = self.cache.mask(inputs[..., 1:])
-        mask = additive_mask(mask, self.config, self.num_threads, self.cache.dtype)
+        mask = additive_mask(mask, self.config, self.num_threads, self.attention_dtype)
         hidden = self.model(inputs[..., 0], inputs[..., 1], mask, self.cache, attend_folded)
         logits = self.model.logits_at(hidden, columns)  # (R, C, V)
         scores = logits
@@ -100,6 +101,7 @@ def additive_mask(mask: Tensor, config, num_threads: int, dtype: torch.dtype) ->
     """The mask (R, 1, T, S) as `attend_folded` takes it: 0 where visible, else -inf; maybe folded.
 
     Made once for all layers; torch would turn a mask of booleans into this one in each of them.
+    Attention is computed in its dtype.
     For few positions it is (R, 1, group * T, S): the query heads that share a key head become more
     positions of one head. The products are the same, but those of one token are 2 (float32) to 6
     times (bfloat16) faster on a CPU. With fewer key heads than threads, though, some would be idle.
@@ -119,8 +121,9 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     elif q.is_cuda and num_heads > k.size(1):  # fast kernels with a mask cannot share key heads
         k = k.repeat_interleave(num_heads // k.size(1), dim=1)
         v = v.repeat_interleave(num_heads // v.size(1), dim=1)
+    q, k, v, dtype = q.to(mask.dtype), k.to(mask.dtype), v.to(mask.dtype), q.dtype
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return y.reshape(R, num_heads, T, head_dim)
+    return y.reshape(R, num_heads, T, head_dim).to(dtype)
 
 
 def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:
