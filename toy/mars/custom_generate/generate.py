@@ -20,14 +20,9 @@ CHANCES = {2: 0.5, 4: 0.8, 8: 0.9}  # that what followed 2, 4 or 8 tokens follow
 
 def generate(*args, model, tau=None, streamer=None, assistant_model=None, **kwargs):
     """model.generate, if the model brings this file. transformers prepares what `mars` is given."""
-    strings = kwargs.pop("stop_strings", None)
-    tokenizer = kwargs.pop("tokenizer", None)  # transformers keeps it to itself
-    if strings is not None:
-        criteria = [
-            *(kwargs.get("stopping_criteria") or []),
-            StopStringCriteria(tokenizer, strings),
-        ]
-        kwargs["stopping_criteria"] = criteria
+    if kwargs.get("stop_strings") and "tokenizer" in kwargs:  # which transformers would lose
+        stop = StopStringCriteria(kwargs.pop("tokenizer"), kwargs.pop("stop_strings"))
+        kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or []), stop]
     decode = partial(mars, tau=tau, streamer=streamer, assistant_model=assistant_model)
     kwargs |= {"custom_generate": decode, "streamer": streamer}
     return GenerationMixin.generate(model, *args, **kwargs)
