@@ -113,7 +113,7 @@ class Dataset:
         self.max_length = max_length
         self.seed = seed
         self.consumed = 0  # rows of all epochs, including those that are skipped
-        self.skipped: Counter[str] = Counter()  # why rows have no example, and how many: `summary`
+        self.skipped: Counter[str] = Counter()  # why rows have no example (see `summary`)
         order = shuffled(len(rows), seed)
         num_held_out = min(NUM_HELD_OUT, len(rows) // 10)
         self.training = order[num_held_out:]

@@ -50,7 +50,7 @@ class Int8Product:
         rounded = torch.addcdiv(self.half, others, scale).to(torch.uint8)
         sums = integer_product(rounded, self.weight, self.weight_scale, self.no_zero_points)
         y = F.linear(floats, self.float_weight, self.bias).float()
-        y = y.addcmul_(sums, scale)
+        y.addcmul_(sums, scale)
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
