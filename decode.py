@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import make_cache
-from lossless import Lossless, PromptLookup
+from lossless import Lossless, guarded
 from model import Qwen2, load
 from plumbing.arguments import Parser, check_number, check_request, check_tau, find_device
 from plumbing.chat import Chat
@@ -96,13 +96,14 @@ class Method(Protocol):
 # The measures of confidence, and the tau at which each is plain AR. At that tau no masks are fed:
 # the test alone would not do, for a confidence that is rounded to 1 (an entropy, to 0) passes it.
 AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
+STRICTER = 20  # with --guard: by which tau's distance from AR's is divided where the text is silent
 
 
 class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau."""
 
     def __init__(self, block: int, mask_id: int, metric: str, guard: bool = False):
-        """block: the number of masks, B. guard: see `looks_misplaced`."""
+        """block: the number of masks, B. guard: let `guarded` of lossless.py check what passes."""
         self.block = block
         self.mask_id = mask_id
         self.metric = metric
@@ -114,7 +115,7 @@ class Threshold:
         if sequence.tau == AR_TAU[self.metric]:
             return []
         end = len(sequence.token_ids)
-        return [(self.mask_id, pos, end) for pos in range(end, end + self.block)]
+        return [Position(self.mask_id, pos, prefix=end) for pos in range(end, end + self.block)]
 
     def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
         """The metric, computed from the logits even where noise chose the token.
@@ -137,30 +138,20 @@ class Threshold:
         """
         accepted = tokens[:1]  # in plain AR there are no others
         for token, confidence in zip(tokens[1:], confidences[1:]):
-            if self.metric == "entropy":
-                passes = confidence <= sequence.tau
-            else:
-                passes = confidence >= sequence.tau
-            if self.guard and passes:
-                passes = not self.looks_misplaced(sequence, accepted, token)
-            if not passes:
+            if not self.passes(confidence, sequence.tau):
                 break
             accepted.append(token)
+        if self.guard:
+            ar_tau = AR_TAU[self.metric]
+            strict_tau = ar_tau + (sequence.tau - ar_tau) / STRICTER
+            is_sure = [self.passes(confidence, strict_tau) for confidence in confidences]
+            accepted = guarded(sequence, accepted, is_sure)
         return accepted
 
-    def looks_misplaced(self, sequence: Sequence, accepted: list[int], token: int) -> bool:
-        """Did the mask probably predict the token of a neighbouring place? Ours: docs/lossless.md.
-
-        Of the masks that are sure and wrong about half repeat the token before their own, or leave
-        out a token of a passage that the text has had before. So a token does not pass if it equals
-        the one before it, or if that earlier passage went on with another token.
-        """
-        if sequence.state is None:
-            sequence.state = PromptLookup()
-        went_on_with, _ = sequence.state.next_token(sequence.token_ids, accepted)
-        repeats = token == accepted[-1]
-        departs = went_on_with is not None and went_on_with != token
-        return repeats or departs
+    def passes(self, confidence: float, tau: float) -> bool:
+        if self.metric == "entropy":
+            return confidence <= tau
+        return confidence >= tau
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -213,8 +204,7 @@ class Options:
 class Feed(NamedTuple):
     """What a row is fed: the tokens of its text that are not cached yet, then masks or guesses.
 
-    A position is (token, pos, prefix): prefix is how many tokens of the text it sees (`visible` in
-    model.py). Of the text a b c the cache has a b; B = 2 masks follow:
+    Of the text a b c the cache has a b; B = 2 masks follow:
 
         token    c | M M
         pos      2 | 3 4
@@ -222,14 +212,14 @@ class Feed(NamedTuple):
     """
 
     row: int
-    sequence: Sequence | None  # None: the row is idle, or its sequence waits: it is fed padding
+    sequence: Sequence
     positions: list[Position]
     columns: range  # which positions predict: the last real token and all after it
 
     @property
     def predicted(self) -> list[tuple[int, int]]:
         """The index of the sequence and the pos of the token that each column predicts."""
-        return [(self.sequence.index, self.positions[column][1] + 1) for column in self.columns]
+        return [(self.sequence.index, self.positions[column].pos + 1) for column in self.columns]
 
 
 class Decoder:
@@ -263,9 +253,12 @@ class Decoder:
             self.method = Lossless(self.block, config.mask_token_id, on_cpu, rows)
         else:
             self.method = Threshold(self.block, config.mask_token_id, options.metric, options.guard)
-        self.cache = cache or make_cache(model, rows, self.longest, self.method.widest, options)
-        self.scheduler = Scheduler(self.cache, rows, self.block, options.compile)
-        self.runner = Runner(model, self.method, self.cache, options)
+        widest = self.method.widest
+        if options.block_cache:  # the tokens of an open block are fed again
+            widest += min(options.block_cache, self.longest)
+        self.cache = cache or make_cache(model, rows, self.longest + widest, options)
+        self.scheduler = Scheduler(self.cache, rows, self.block)
+        self.runner = Runner(model, self.method, self.cache, widest, options)
         self.num_added = 0
 
     def add(
@@ -311,30 +304,26 @@ class Decoder:
         rows, is_prefill = self.scheduler.schedule()
         if not rows:
             return []
-        feeds = [self.feed(row, sequence) for row, sequence in rows]
+        feeds = [self.feed(row, sequence) for row, sequence in rows.items()]
         news = []
-        counts = []  # how many of the positions of each feed stay in the cache
+        counts = {}  # how many of the positions of each row stay in the cache
         for feed, (tokens, confidences) in zip(feeds, self.runner.run(feeds, is_prefill)):
-            if feed.sequence is None:
-                counts.append(0)
-                continue
             accepted = self.method.accept(feed.sequence, tokens, confidences)
             news.append((feed.sequence, feed.sequence.take(accepted, self.cache.width)))
             # What was fed as text and is text now stays: real tokens, and guesses that held. They
             # come before all masks, so they are the first positions. (The last accepted token was
             # not fed: the next forward feeds it.)
-            fed = [token for token, pos, prefix in feed.positions if prefix == pos + 1]
+            fed = [position.token for position in feed.positions if not position.is_mask]
             text = feed.sequence.token_ids[self.cache.lengths[feed.row] :]
-            counts.append(num_in_common(fed, text))
+            counts[feed.row] = num_in_common(fed, text)
         self.cache.commit(counts)
         return news
 
-    def feed(self, row: int, sequence: Sequence | None) -> Feed:
+    def feed(self, row: int, sequence: Sequence) -> Feed:
         """What a row is fed in the next forward."""
-        if sequence is None:  # idle, or it waits for other rows
-            return Feed(row, None, positions=[], columns=range(0))
         text = sequence.token_ids
-        real = [(text[pos], pos, pos + 1) for pos in range(self.cache.lengths[row], len(text))]
+        uncached = range(self.cache.lengths[row], len(text))
+        real = [Position(text[pos], pos, prefix=pos + 1) for pos in uncached]
         room = self.cache.room(row, len(text))
         positions = real + self.method.additions(sequence)[:room]
         columns = range(len(real) - 1, len(positions))

@@ -25,8 +25,8 @@ class KVCache:
         row 1    c c c c c c a M M M .       length 6; after commit 7
 
     One forward: c was cached before it. It writes five positions to each row: a are tokens that
-    were accepted last time, M is one of B = 3 masks, and . is padding. commit([2, 1]) then says
-    what counts.
+    were accepted last time, M is one of B = 3 masks, and . is padding. commit({0: 2, 1: 1})
+    then says what counts.
 
     A text starts with `begin`. Then every forward, in this order:
         reserve   its T positions get the slots after each row's length
@@ -35,16 +35,12 @@ class KVCache:
         commit    how many of the T positions count: the lengths grow by so many
     """
 
-    def __init__(self, config, rows: int, capacity: int, device, dtype, unit=UNIT, widest=0):
-        """Attention spans the slots of the longest row, rounded up to a multiple of `unit`.
-
-        widest: the most positions of a row in a forward, prefills aside. (For plumbing/runner.py.)
-        """
+    def __init__(self, config, rows: int, capacity: int, device, dtype, unit=UNIT):
+        """Attention spans the slots of the longest row, rounded up to a multiple of `unit`."""
         if rows < 1:
             raise UserError(f"rows {rows}: must be at least 1")
         self.capacity = capacity
         self.unit = unit
-        self.widest = widest
         self.device = torch.device(device)
         self.dtype = dtype
         self.lengths = [0] * rows  # committed positions, on the host
@@ -70,14 +66,13 @@ class KVCache:
     def reserve(self, width: int, rows: list[int]) -> None:
         """Reserve `width` slots after the length of each of these rows (in ascending order).
 
-        `mask`, `write` and `commit` are about these rows until the next call. ValueError if the
-        capacity is too small, before anything is written.
+        `mask` and `write` are about these rows until the next call. ValueError if the capacity is
+        too small, before anything is written.
         """
         lengths = [self.lengths[row] for row in rows]
         end = max(lengths) + width
         if end > self.capacity:
             raise ValueError(f"{end} positions exceed the cache's capacity of {self.capacity}")
-        self.rows = rows
         self.width = width
         self.span = min(self.capacity, ceil(end / self.unit) * self.unit)
         first = torch.tensor(lengths, device=self.device)[:, None]
@@ -110,9 +105,9 @@ class KVCache:
         values[self.row_index, :, self.slots] = v.transpose(1, 2)
         return keys[self.at, :, : self.span], values[self.at, :, : self.span]
 
-    def commit(self, counts: list[int]) -> None:
-        """Keep the first counts[i] of the positions just written to the i-th reserved row."""
-        for row, count in zip(self.rows, counts, strict=True):
+    def commit(self, counts: dict[int, int]) -> None:
+        """Keep the first counts[row] of the positions just written to each of these rows."""
+        for row, count in counts.items():
             self.lengths[row] += count
 
     def room(self, row: int, text_length: int) -> int:
@@ -160,10 +155,10 @@ class BlockCache(KVCache):
         """How many tokens of a text of this length are in an open block; 0: all blocks are full."""
         return (text_length - self.prompt_lengths[row]) % self.size
 
-    def commit(self, counts: list[int]) -> None:
-        """Of the first counts[i] positions keep the prompt and full blocks, but no open block."""
+    def commit(self, counts: dict[int, int]) -> None:
+        """Of the first counts[row] positions keep the prompt and full blocks, but no open block."""
         super().commit(counts)
-        for row in self.rows:
+        for row in counts:
             self.lengths[row] -= self.num_in_open_block(row, self.lengths[row])
 
     def room(self, row: int, text_length: int) -> int:
@@ -181,18 +176,11 @@ class BlockCache(KVCache):
         return full
 
 
-def make_cache(model, rows: int, longest: int, widest: int, options) -> KVCache:
-    """The cache for a model and decode.Options.
-
-    longest: the most tokens of a text. widest: `Method.widest`; a BlockCache feeds up to N more.
-    """
-    size = options.block_cache
-    if size:
-        size = min(size, longest)  # a larger block never fills
-        widest += size
+def make_cache(model, rows: int, longest: int, options) -> KVCache:
+    """The cache for a model and decode.Options; longest: the most positions of a row."""
     unit = COMPILED_UNIT if options.compile else UNIT
-    capacity = ceil((longest + widest) / unit) * unit
-    settings = {"device": model.device, "dtype": model.dtype, "unit": unit, "widest": widest}
-    if size:
-        return BlockCache(model.config, rows, capacity, size, **settings)
+    capacity = ceil(longest / unit) * unit
+    settings = {"device": model.device, "dtype": model.dtype, "unit": unit}
+    if options.block_cache:
+        return BlockCache(model.config, rows, capacity, options.block_cache, **settings)
     return KVCache(model.config, rows, capacity, **settings)

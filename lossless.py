@@ -48,13 +48,14 @@ MOST_GROUPS = 3  # a fourth costs more than it gains
 MORE_THAN_B = 16  # a forward has at most B + 16 guesses: room for long copies of the text
 LEAST_FOR_A_MASK = 0.7  # on a CPU, add a mask while all before it hold with at least this chance
 
-MASKS = "masks"  # the source of a guess that is not from the text
-RUNS = (2, 4, 8)  # how many of a text's last tokens prompt lookup looks for
-# Probability that a guess holds, by source: a mask, or a repeated run of 2, 4 or 8 tokens. These
-# first values become means over the guesses that were checked, in which the newest counts RATE. (A
-# mask's guess has its own confidence. The mean over masks decides how many are in a group.)
-FIRST_CHANCES = {MASKS: 0.9, 2: 0.5, 4: 0.8, 8: 0.95}
+# How likely guesses hold at first: those of masks, and those that followed a repeated run of 2, 4
+# or 8 tokens. These become means over the guesses that were checked; the newest counts RATE.
+FIRST_MASK_CHANCE = 0.9
+FIRST_RUN_CHANCES = {2: 0.5, 4: 0.8, 8: 0.95}
 RATE = 0.05
+
+
+# ---------------------------------------------------------------------------- what the text says
 
 
 class PromptLookup:
@@ -71,29 +72,70 @@ class PromptLookup:
         followed the last time. The longest run counts; without any it is (None, 0).
         """
         for place in range(self.next_place, len(text)):
-            for length in RUNS:
+            for length in FIRST_RUN_CHANCES:
                 if length <= place:
                     self.goes_on_at[tuple(text[place - length : place])] = place
         self.next_place = len(text)
-        tail = text[-max(RUNS) :] + guesses
+        tail = text[-max(FIRST_RUN_CHANCES) :] + guesses
         found = (None, 0)
-        for length in RUNS:
+        for length in FIRST_RUN_CHANCES:
             place = self.goes_on_at.get(tuple(tail[-length:]))
             if place is None:  # then no longer run is there: it would end with this one
-                break
-            if place >= len(text):  # of tokens that an interrupted step did not take
                 break
             found = (text[place], length)
         return found
 
 
+def witness(sequence: Sequence, accepted: list[int], token: int) -> str:
+    """What the text says of a token that a mask predicts: confirmed, contradicted or silent.
+
+    accepted: what stands between the text and this token. A token that repeats the one before it
+    is contradicted, for that is how masks slip most often.
+    """
+    if sequence.state is None:
+        sequence.state = PromptLookup()
+    follows, _ = sequence.state.next_token(sequence.token_ids, accepted)
+    if token == accepted[-1]:
+        return "contradicted"
+    if follows is None:
+        return "silent"
+    return "confirmed" if follows == token else "contradicted"
+
+
+def guarded(sequence: Sequence, accepted: list[int], is_sure: list[bool]) -> list[int]:
+    """Accepted tokens up to the first that the text does not support: --guard (docs/lossless.md).
+
+    A token that the text confirms stays, one that it contradicts does not. Where the text is silent
+    the mask must be surer than tau asks: is_sure says so of each token. The first token is AR's.
+    """
+    for i in range(1, len(accepted)):
+        said = witness(sequence, accepted[:i], accepted[i])
+        if said == "contradicted" or (said == "silent" and not is_sure[i]):
+            return accepted[:i]
+    return accepted
+
+
+# -------------------------------------------------------------------------------------- the method
+
+
 class Guess(NamedTuple):
     token: int | None
     chance: float  # that it holds if all before it do
-    source: str | int = MASKS  # or the length of the run that it followed in the text
+    run: int | None = None  # the length of the run that it followed in the text; None: of a mask
 
 
 NO_GUESS = Guess(token=None, chance=0.0)  # it ends a chain
+
+
+@dataclass
+class Plan:
+    """What a forward of a sequence is fed after the text; kept in `sequence.state`."""
+
+    lookup: PromptLookup = field(default_factory=PromptLookup)  # of the sequence's text
+    guesses: list[Guess] = field(default_factory=list)  # to check
+    groups: list[int] = field(default_factory=list)  # of masks: the numbers j
+    group_size: int = 0  # masks in each group
+    from_masks: list[Guess] = field(default_factory=list)  # of the forward before
 
 
 class Lossless:
@@ -109,7 +151,8 @@ class Lossless:
         if on_cpu and rows > 1:  # every row is as wide as the widest
             self.looks_up = False
             self.most_groups = 1
-        self.chances = dict(FIRST_CHANCES)
+        self.mask_chance = FIRST_MASK_CHANCE  # decides how many masks are in a group
+        self.run_chances = dict(FIRST_RUN_CHANCES)
 
     @property
     def widest(self) -> int:
@@ -121,12 +164,12 @@ class Lossless:
         if not self.on_cpu:
             return self.block
         size = 1
-        while size < self.block and self.chances[MASKS] ** size >= LEAST_FOR_A_MASK:
+        while size < self.block and self.mask_chance**size >= LEAST_FOR_A_MASK:
             size += 1
         return size
 
     def additions(self, sequence: Sequence) -> list[Position]:
-        """The guesses and groups of masks that follow a text.
+        """The guesses and groups of masks that follow a text: its `Plan`.
 
         After the text a b c, the guess d and the groups 0 and 1 of B = 2 masks:
 
@@ -135,15 +178,20 @@ class Lossless:
             prefix   4 | 3 3 | 4 4
         """
         if sequence.state is None:
-            sequence.state = Plan(self.group_size(), PromptLookup())
+            sequence.state = Plan()
+        plan = sequence.state
+        if sequence.forwards:  # a prefill has masks only
+            plan.guesses = self.chain(plan.lookup, sequence.token_ids, plan.from_masks)
+        plan.groups = likely_groups([guess.chance for guess in plan.guesses], self.most_groups)
+        plan.group_size = self.group_size()
         positions = []
         end = len(sequence.token_ids)
-        for pos, guess in enumerate(sequence.state.guesses, start=end):
-            positions.append((guess.token, pos, pos + 1))
-        for j in sequence.state.groups:
+        for pos, guess in enumerate(plan.guesses, start=end):
+            positions.append(Position(guess.token, pos, prefix=pos + 1))
+        for j in plan.groups:
             prefix = end + j
-            for pos in range(prefix, prefix + sequence.state.group_size):
-                positions.append((self.mask_id, pos, prefix))
+            for pos in range(prefix, prefix + plan.group_size):
+                positions.append(Position(self.mask_id, pos, prefix))
         return positions
 
     def confidence(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
@@ -155,29 +203,28 @@ class Lossless:
         return scores.softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
     def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
-        """The guesses that hold, and AR's token after them. Also plans the next forward.
+        """The guesses that hold, and AR's token after them.
 
         tokens: AR's after x, g1, g2, ..., then what the masks of each group predict.
         """
-        fed = sequence.state
-        num_held = num_in_common(tokens, [guess.token for guess in fed.guesses])
-        accepted = tokens[: num_held + 1]
-        useful = useful_masks(fed, num_held)
-        from_masks = [Guess(tokens[i], confidences[i]) for i in useful]
-        self.update_chances(fed.guesses, num_held)
-        guesses = self.chain(fed.lookup, sequence.token_ids + accepted, from_masks)
-        groups = likely_groups([guess.chance for guess in guesses], self.most_groups)
-        sequence.state = Plan(self.group_size(), fed.lookup, guesses, groups, useful)
-        return accepted
+        plan = sequence.state
+        num_held = num_in_common(tokens, [guess.token for guess in plan.guesses])
+        self.update_chances(plan.guesses, num_held)
+        useful = useful_masks(plan, num_held)
+        plan.from_masks = [Guess(tokens[i], confidences[i]) for i in useful]
+        return tokens[: num_held + 1]
 
-    def update_chances(self, fed: list[Guess], num_held: int) -> None:
+    def update_chances(self, checked: list[Guess], num_held: int) -> None:
         """Learn how likely guesses hold, from those that were checked."""
-        for place, guess in enumerate(fed[: num_held + 1]):  # nothing is known of later ones
+        for place, guess in enumerate(checked[: num_held + 1]):  # nothing is known of later ones
             has_held = float(place < num_held)
-            self.chances[guess.source] += RATE * (has_held - self.chances[guess.source])
+            if guess.run is None:
+                self.mask_chance += RATE * (has_held - self.mask_chance)
+            else:
+                self.run_chances[guess.run] += RATE * (has_held - self.run_chances[guess.run])
 
     def chain(self, lookup: PromptLookup, text: list[int], from_masks: list[Guess]) -> list[Guess]:
-        """What the next forward checks: at each place a mask's guess or the text's, the likelier.
+        """What a forward checks: at each place a mask's guess or the text's, the likelier.
 
         It ends where all guesses together are no longer likely to hold. from_masks: what the useful
         masks predict.
@@ -191,25 +238,14 @@ class Lossless:
                 guess = from_masks[len(guesses)]
             if self.looks_up:
                 token, run = lookup.next_token(text, tokens)
-                if run and self.chances[run] > guess.chance:
-                    guess = Guess(token, self.chances[run], source=run)
+                if run and self.run_chances[run] > guess.chance:
+                    guess = Guess(token, self.run_chances[run], run)
             all_hold *= guess.chance
             if all_hold < LEAST_PROBABILITY:
                 break
             guesses.append(guess)
             tokens.append(guess.token)
         return guesses
-
-
-@dataclass
-class Plan:
-    """What a forward of a sequence is fed after the text; kept in `sequence.state`."""
-
-    group_size: int  # masks in each group
-    lookup: PromptLookup  # of the sequence's text
-    guesses: list[Guess] = field(default_factory=list)  # to check
-    groups: list[int] = field(default_factory=lambda: [0])  # of masks: the numbers j
-    useful: range = range(0)  # `useful_masks` of the forward before; apps/trace.py shows them
 
 
 def useful_masks(plan: Plan, num_held: int) -> range:

@@ -25,11 +25,10 @@ from plumbing.arguments import available_device
 from plumbing.chat import MASK, Chat
 from plumbing.cpu import int8_copy, prepare_int8
 from plumbing.errors import UserError
-from plumbing.files import check_shapes, read_json, read_tensors
-from plumbing.hub import locate
-from plumbing.mps import check_logits
+from plumbing.files import check_shapes, locate, read_json, read_tensors
 
 TOY = Path(__file__).parent / "toy" / "mars"
+GENERATE = TOY / "custom_generate" / "generate.py"  # saved with a model whose masks were trained
 
 # ------------------------------------------------------------------------------------------- config
 
@@ -59,12 +58,13 @@ class Config:
         """Raise ValueError for impossible values."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == int | None and value is None:
+            is_left_out = value is None and field.default is None
+            if field.type in (str, bool, tuple[int, ...]) or is_left_out:
                 continue
-            if field.type in (int, int | None) and not (type(value) is int and value > 0):
-                raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
             if field.type is float and not (type(value) in (int, float) and 0 < value < math.inf):
                 raise ValueError(f"{field.name} {value!r}: must be a number above 0")
+            if field.type is not float and not (type(value) is int and value > 0):
+                raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
         if self.block and self.block >= 1000:  # as on the command lines
             raise ValueError(f"block {self.block}: must be below 1000")
         head_dim = self.head_dim or self.hidden_size / self.num_attention_heads
@@ -198,8 +198,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v, where the mask is True: (R, heads, T, head_dim).
 
     q has more heads than k and v (R, kv_heads, S, head_dim): query heads share key heads. The mask
-    is (R, 1, T, S); None is plain causal. Faster drop-ins: plumbing/attention.py for
-    training, plumbing/runner.py for decoding.
+    is (R, 1, T, S); None is plain causal. Faster drop-ins: plumbing/attention.py.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
@@ -434,8 +433,6 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
     if is_int8:
         dtype = prepare_int8(device)  # of the weights that stay in float
     directory = TOY if name is None else locate(name)
-    if device.type == "mps":
-        check_logits(load_model(directory, device), load_model(directory, "cpu"))
     model = load_model(directory, device, dtype)
     chat = Chat(directory)
     add_mask_token(model, chat)

@@ -1,11 +1,22 @@
 """Sequences, and which of them sits in which row of the cache."""
 
 from collections import deque
+from typing import NamedTuple
 
 # The most in a prefill, padding included. A prompt longer than this is fed alone, in one forward.
 MOST_POSITIONS = 4096
 
-Position = tuple[int, int, int]  # token, pos and prefix: `visible` in model.py
+
+class Position(NamedTuple):
+    """What a forward is fed at one place: `visible` in model.py says what pos and prefix mean."""
+
+    token: int
+    pos: int
+    prefix: int  # how many tokens of the text it sees
+
+    @property
+    def is_mask(self) -> bool:
+        return self.prefix <= self.pos
 
 
 class Sequence:
@@ -54,21 +65,19 @@ class Sequence:
 class Scheduler:
     """The rows of a cache; a row that is done takes the next sequence of `queue`: see `admit`."""
 
-    def __init__(self, cache, rows: int, block: int, is_compiled: bool):
+    def __init__(self, cache, rows: int, block: int):
         """block: B, the most masks that a prefill has after the prompt."""
         self.cache = cache
         self.block = block
-        # On a CPU an idle row costs as much as any. Compiled forwards have static shapes.
-        self.skip_idle = cache.device.type == "cpu" and not is_compiled
         self.queue: deque[Sequence] = deque()
         self.sequences: list[Sequence | None] = [None] * rows  # in each row
         self.waiting: set[int] = set()  # rows that waited for others in the last forward
 
-    def schedule(self) -> tuple[list[tuple[int, Sequence | None]], bool]:
-        """The rows of the next forward, each with its sequence, and whether it is a prefill.
+    def schedule(self) -> tuple[dict[int, Sequence], bool]:
+        """The rows that the next forward feeds, each with its sequence; and is it a prefill?
 
-        The sequence is None if its row is idle, or waits. No rows: all sequences are done. A
-        prefill has only rows whose prompts are not in the cache yet.
+        No rows: all sequences are done. A prefill feeds only rows whose prompts are not in the
+        cache yet.
         """
         # A new text would have an open block, and the rows that wait (only a BlockCache has any)
         # would wait for that, too. So none begins before they go on. (A row that waits and is done
@@ -81,29 +90,16 @@ class Scheduler:
                 running[row] = sequence
         held = self.cache.lengths
         new = [row for row, sequence in running.items() if held[row] < sequence.prompt_length]
-        rows = []
         if new:
-            rows = self.first_that_fit(new)
-        elif running:
+            self.waiting = set()
+            return {row: running[row] for row in self.first_that_fit(new)}, True
+        if running:
             self.empty_done_rows()
-            rows = self.rows_to_feed(list(running))
-        lengths = {row: len(running[row].token_ids) for row in rows if row in running}
-        self.waiting = set() if new else self.cache.waiting(lengths)
-        scheduled = []
-        for row in rows:
-            is_fed = row in running and row not in self.waiting
-            scheduled.append((row, running[row] if is_fed else None))
-        return scheduled, bool(new)
-
-    def rows_to_feed(self, running: list[int]) -> list[int]:
-        """All rows, idle ones, too; or only those that run, where that is faster.
-
-        To leave out a row makes the cache copy all others. So it pays on a CPU only, and only if at
-        least half of the rows are idle.
-        """
-        if self.skip_idle and 2 * len(running) <= len(self.sequences):
-            return running
-        return list(range(len(self.sequences)))
+        lengths = {row: len(sequence.token_ids) for row, sequence in running.items()}
+        self.waiting = self.cache.waiting(lengths)
+        for row in self.waiting:
+            del running[row]
+        return running, False
 
     def admit(self) -> None:
         """Give each free row a sequence of the queue."""

@@ -24,6 +24,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,17 +32,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Qwen2, add_mask_token, initialize, load, read_config, visible
+from model import GENERATE, Qwen2, add_mask_token, initialize, load, read_config, visible
 from plumbing import cpu, processes
-from plumbing.arguments import Parser, find_device
+from plumbing.arguments import Parser, find_device, number
 from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
-from plumbing.hub import locate
+from plumbing.files import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import own_rows, round_up, shared_rows
-from plumbing.runs import Run, find_progress, training_parser
+from plumbing.training_run import Run, find_progress
 
 # --------------------------------------------------------------------------------------- the method
 
@@ -336,6 +337,29 @@ def train(
 # ------------------------------------------------------------------------------------ command line
 
 
+def training_parser(description: str) -> Parser:
+    """The options of every way to train: here, and in apps/low_rank.py."""
+    parser = Parser(description, usage="%(prog)s --data FILE [option ...]")
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
+    start = "to start from; without weights: random ones"
+    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", start, dtypes=("float32", "bfloat16"))
+    add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    add("--block", type=number(int, 1, 999), default=4, help="B, masks in a block")
+    add("--epochs", type=number(int, 1), default=5, help="passes over the data")
+    add("--steps", type=number(int, 1), help="number of steps, instead of --epochs")
+    add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
+    help = "positions per forward (default: 1024 on a CPU, 4096 on a GPU)"
+    add("--batch-tokens", type=number(int, 1), help=help)
+    add("--checkpoint-layers", action="store_true", help="less memory: activations computed twice")
+    add("--lr", type=number(float, 0, 1000), default=5e-6, help="peak learning rate")
+    add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
+    add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
+    add("--seed", type=number(int, 0, 2**62), default=0, help="for shuffling, new weights")
+    return parser
+
+
 def make_parser() -> Parser:
     parser = training_parser("Train a Qwen2.5 to predict several tokens per forward (MARS).")
     add = parser.add_argument
@@ -402,7 +426,7 @@ def prepare(args: argparse.Namespace, block: int | None) -> tuple[Qwen2, Recipe,
     announce(args, model, recipe, data)
     if args.checkpoint_layers:
         processes.recompute_layers(model)
-    return model, recipe, Run(args.out, progress, data, recipe.steps)
+    return model, recipe, Run(args.out, progress, data, recipe.steps, GENERATE)
 
 
 def announce(args: argparse.Namespace, model: Qwen2, recipe: Recipe, data: Dataset) -> None:

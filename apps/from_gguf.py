@@ -19,9 +19,8 @@ from torch import Tensor
 from model import parse_config
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
-from plumbing.errors import UserError, failure_as, require, run_main
+from plumbing.errors import UserError, exit_on_sigterm, failure_as, require, run_main
 from plumbing.files import has_model, save, write_json
-from plumbing.signals import exit_on_sigterm
 
 UNUSED = 5  # a type of token: the name of a row of padding
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -31,8 +31,15 @@ from plumbing import checkpoints, processes
 from plumbing.arguments import Parser, number
 from plumbing.data import Dataset, Example
 from plumbing.errors import UserError, run_main
-from plumbing.runs import training_parser
-from train import Recipe, Streams, fill_forwards, hidden_states, lay_out, weighted_cross_entropy
+from train import (
+    Recipe,
+    Streams,
+    fill_forwards,
+    hidden_states,
+    lay_out,
+    training_parser,
+    weighted_cross_entropy,
+)
 
 PENALTY = 10  # how much more a clean token's change counts than a mask's
 NUM_MEASURED = 60  # examples from which the directions are found
@@ -220,7 +227,7 @@ def main() -> None:
         raise UserError("torchrun is for train.py; this runs in one process")
     original, _ = load(args.original or args.model)  # refuses a model without weights, too
     model, recipe, run = train.prepare(args, args.block)
-    run.whole_weights = merged
+    run.export_weights = merged
     recipe = replace(recipe, ar_weight=args.hold)
     original.to(model.device, recipe.dtype)
     if original.config.vocab_size != model.config.vocab_size:

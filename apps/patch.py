@@ -24,11 +24,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from model import load
+from model import GENERATE, load
 from plumbing.arguments import Parser, number
-from plumbing.errors import UserError, failure_as, run_main
+from plumbing.errors import UserError, exit_on_sigterm, failure_as, run_main
 from plumbing.files import atomic_write, has_model, save
-from plumbing.signals import exit_on_sigterm
 from plumbing.terminal import note
 
 FACTS = "facts"  # the tensor that holds the bytes of a JSON object
@@ -138,7 +137,7 @@ def apply(base: str, file: Path, out: Path, any_weights: bool) -> None:
             note(f"{message}: expect fewer tokens per forward")
         config = replace(model.config, block=facts["block"])
         apply_patch(weights, patch, chat.mask_id)
-    save(out, config.to_json(), chat, weights)
+    save(out, config.to_json(), chat, weights, generate=GENERATE)
 
 
 def main() -> None:

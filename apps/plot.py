@@ -1,7 +1,7 @@
 """Draw a training run over its steps, or a table of points, as SVG.
 
     python -m apps.plot out                   # of out/log.jsonl: out/log.svg
-    python -m apps.plot qwen2.5/right.json    # qwen2.5/right.svg
+    python -m apps.plot patches/qwen2.5/right.json    # patches/qwen2.5/right.svg
 
 A table names its axes, "x" and "y", and has "rows" [label, group, x, y]; a line joins a group.
 """

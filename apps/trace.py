@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from decode import Decoder, Method, Options, add_options, load_for_decoding, read_options
+from lossless import useful_masks
 from plumbing.arguments import Parser
 from plumbing.chat import Chat
 from plumbing.data import encode_prompt
@@ -35,21 +36,23 @@ class TracedMethod:
         return self.fed
 
     def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
-        plan = sequence.state  # of this forward; `accept` makes that of the next
         accepted = self.method.accept(sequence, tokens, confidences)
         fed = self.fed[: len(tokens) - 1]  # a cache block may have had no room for all of it
-        guesses = [token for token, pos, prefix in fed if prefix == pos + 1]
+        guesses = [position.token for position in fed if not position.is_mask]
         facts = {
             "checked": self.labels(guesses),
             "held": num_in_common(guesses, accepted),
             "masks": len(fed) - len(guesses),
-            "groups": len({prefix for _, _, prefix in fed[len(guesses) :]}),
+            "groups": len({position.prefix for position in fed if position.is_mask}),
         }
         shown = range(len(tokens))
         passed = len(accepted)
         if self.is_lossless:
-            shown = sequence.state.useful
-            planned = [guess.token for guess in sequence.state.guesses]
+            plan = sequence.state
+            shown = useful_masks(plan, facts["held"])
+            text = sequence.token_ids + accepted
+            chain = self.method.chain(plan.lookup, text, plan.from_masks)  # of the next forward
+            planned = [guess.token for guess in chain]
             passed = num_in_common([tokens[i] for i in shown], planned)
             facts["looked_up"] = self.labels(planned[passed:])
             # So many masks of the group are of no use: they stand where tokens are known by now.

@@ -1,10 +1,9 @@
-"""Speed of decoding, and the cost of a training step: all settings in turn, in one run.
+"""Speed of decoding: all settings in turn, in one run.
 
     python -m bench.speed                   # AR, tau and lossless
     python -m bench.speed --transformers    # and transformers' generate and its prompt lookup
     python -m bench.speed --block-caches    # the paper's Table 5: no cache, its cache, ours
     python -m bench.speed --widths          # what a forward of 1, 5, 9 and 25 positions costs
-    python -m bench.speed --training        # a step of MARS next to one of ordinary fine-tuning
 
 --llama-cpp takes the addresses of running servers: docs/speed.md. They get the same token ids.
 --shape 0.5B replaces the model by random weights in the shape of that Qwen2.5, at the same cost;
@@ -15,7 +14,6 @@ turn and the prefill, too.
 
 import functools
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +22,6 @@ from urllib.request import Request, urlopen
 
 import torch
 
-import train
 from bench import common
 from decode import Decoder, Options, Sequence
 from kv_cache import KVCache
@@ -33,7 +30,6 @@ from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
 from plumbing.cpu import fast_copy
-from plumbing.data import Example
 from plumbing.errors import UserError, failure_as, require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
@@ -110,7 +106,7 @@ def ours(decoder: Decoder, prompts: list[list[int]], max_new: int) -> list[Seque
 class NoCache(KVCache):
     """Every forward computes the whole text. (So each has another width: it is never compiled.)"""
 
-    def commit(self, counts: list[int]) -> None:
+    def commit(self, counts: dict[int, int]) -> None:
         pass
 
 
@@ -190,7 +186,7 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
     if args.block_caches:
         widest = 2 * block + 1
         shape = (model.config, rows, longest + widest, model.device, model.dtype)
-        add("no cache", cache=NoCache(*shape, widest=widest), compile=False, tau=args.tau)
+        add("no cache", cache=NoCache(*shape), compile=False, tau=args.tau)
         for size in BLOCK_CACHES:
             add(f"blocks of {size}", tau=args.tau, block_cache=size)
         return ways
@@ -246,7 +242,7 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
             print_table("after each first token", "tok/s", after)
 
 
-# ----------------------------------------------------------------------- a forward, a training step
+# --------------------------------------------------------------------------- what a forward costs
 
 
 def widths(model: Qwen2, args) -> None:
@@ -269,33 +265,6 @@ def widths(model: Qwen2, args) -> None:
     print_table("positions", "ms/forward", milliseconds)
 
 
-def training(model: Qwen2, args) -> None:
-    """Print what a step costs, for every --rows: so many examples, random, half of each prompt."""
-    dtype = model.dtype
-    model.float().requires_grad_()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step(examples: list[Example], recipe: train.Recipe) -> None:
-        train.add_gradients(model, examples, recipe)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    rng = random.Random(0)
-    mask_id = model.config.mask_token_id
-    for num_examples in args.rows:
-        examples = []
-        for _ in range(num_examples):
-            text = [rng.randrange(mask_id) for _ in range(2 * args.max_new)]
-            examples.append(Example(text, prompt_length=args.max_new))
-        steps = {}
-        for name, block, longest in (("SFT", None, 2), ("MARS", model.config.block or 4, 3)):
-            width = train.packed_width(model, longest * args.max_new)
-            recipe = train.Recipe(mask_id, block, row_width=width, dtype=dtype)
-            steps[name] = functools.partial(step, examples, recipe)
-        _, milliseconds = in_turn(steps, args.rounds, model.device)
-        print_table(f"examples: {num_examples}", "ms/step", milliseconds)
-
-
 # --------------------------------------------------------------------------------- the command line
 
 
@@ -306,7 +275,6 @@ def main() -> None:
     add("--llama-cpp", nargs="+", default=[], metavar="ADDRESS", help="next to llama-server")
     add("--block-caches", action="store_true", help="tau with the paper's cache, not lossless")
     add("--widths", action="store_true", help="what a forward of more positions costs, instead")
-    add("--training", action="store_true", help="a step of --rows examples, instead")
     add("--tau", type=float, default=0.95, help="of MARS")
     add("--temperature", type=number(float, 0), default=0.0, help="of ours; 0 is greedy")
     add("--compile", action="store_true", help="torch.compile ours")
@@ -322,8 +290,8 @@ def main() -> None:
         args.rows = [1]
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
-    if dtype == torch.int8 and (args.transformers or args.training or args.shape):
-        raise UserError("--dtype int8: without --transformers, --training and --shape")
+    if dtype == torch.int8 and (args.transformers or args.shape):
+        raise UserError("--dtype int8: without --transformers and --shape")
     model, chat = load(args.model, device, dtype)
     if args.shape:
         model = common.random_model(args.shape, device, dtype)
@@ -331,8 +299,6 @@ def main() -> None:
     print(f"{model.device}, {model.dtype}, {torch.get_num_threads()} threads")
     if args.widths:
         widths(model, args)
-    elif args.training:
-        training(model, args)
     else:
         decoding(model, chat, problems, args)
 

@@ -79,6 +79,8 @@ def check_request(prompt: list[int], max_new: int, vocab_size: int) -> None:
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of --device and --dtype."""
     found = available_device(device)
+    if found.type not in ("cpu", "cuda"):
+        note(f"{found.type}: nobody has tried this project on it; --device cpu was tested")
     if dtype is None:
         dtype = "bfloat16" if found.type == "cuda" else "float32"
     if found.type == "cpu" and dtype == "bfloat16" and not can_pack(torch.bfloat16):
@@ -87,8 +89,8 @@ def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dty
 
 
 def available_device(name: str | torch.device) -> torch.device:
-    """The device of this name; auto is the GPU, if this machine has one, else the CPU."""
+    """The device of this name; auto is cuda, if this machine has it, else the CPU."""
     if str(name) == "auto":
-        name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     with failure_as(f"device {name}: this machine has none"):
         return torch.empty(0, device=name).device

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 
 from .chat import Chat
 from .errors import UserError
-from .int8 import IN_8_BITS, Int8Product, check_int8, largest_inputs, largest_weight
-from .terminal import note
+from .int8 import Int8Product, check_int8, largest_inputs
 
-# glibc's names and numbers for options of malloc
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
+M_MMAP_THRESHOLD = -3  # glibc's number of an option of malloc
 SMALL = 2**18  # numbers in a matrix; with fewer a call of oneDNN costs more than it saves
 
 Product = Callable[[Tensor], Tensor]  # F.linear with one weight and one bias
@@ -39,9 +36,6 @@ def fast_copy(model: nn.Module, is_compiled: bool) -> nn.Module:
         return model
     if model.device.type != "cpu" and not is_compiled:
         return model
-    if model.device.type == "cpu":
-        advise(model)
-        keep_freed_memory()
     make_product = plain_product if is_compiled else fastest_product
     fast = shared(model)
     use_products(fast, lambda *layers: make_product(*joined(layers)))
@@ -63,7 +57,6 @@ def int8_copy(model: nn.Module, chat: Chat) -> nn.Module:
     own = {name: weight.clone() for name, weight in copy.state_dict().items()}
     copy.load_state_dict(own, assign=True)
     copy.requires_grad_(False)
-    keep_freed_memory()
     return copy
 
 
@@ -123,18 +116,6 @@ def split(product: Product, layers: list[nn.Linear]) -> Callable[[Tensor], tuple
     return lambda x: product(x).split(sizes, dim=-1)
 
 
-def advise(model: nn.Module) -> None:
-    """Say once that weights in 8 bits are fewer bytes to read, where that is surely faster."""
-    is_large = model.dtype == torch.float32 and model.head.numel() >= SMALL
-    if is_large and not can_pack(torch.bfloat16) and largest_weight() == IN_8_BITS:
-        advise_int8()
-
-
-@functools.cache
-def advise_int8() -> None:
-    note("--dtype int8 reads a quarter of the bytes of float32, and this CPU can (docs/speed.md)")
-
-
 def prepare_int8(device: torch.device) -> torch.dtype:
     """Before a model is loaded for `int8_copy`: the dtype of all that stays in float.
 
@@ -145,32 +126,16 @@ def prepare_int8(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
 
 
-def keep_freed_memory() -> None:
-    """For decoding: let this process keep up to 1 GiB of what it has freed.
-
-    A forward of 8 rows makes tens of megabytes of logits. By default glibc gives them back to the
-    system, or not, by how they happen to lie. Where it does, the next forward gets them page by
-    page: a step of Qwen2.5-0.5B in bfloat16 takes a tenth longer.
-    """
-    set_malloc(M_TRIM_THRESHOLD, 2**30)
-    set_malloc(M_MMAP_THRESHOLD, 2**30)
-
-
 def return_freed_memory() -> None:
     """For training: give every freed tensor back to the system at once.
 
     Gradients that stay lie among activations that are freed, and by default glibc keeps the holes.
     With 1,024 positions in a forward SmolLM2-135M then holds 5.4 GB, not 4.5; a step is as fast.
     """
-    # With 2**20 many tensors stayed in the heap: 24 layers of 256 held 2.35 GB, now 1.88.
-    set_malloc(M_MMAP_THRESHOLD, 2**17)
-
-
-def set_malloc(option: int, value: int) -> None:
-    """Set an option of glibc's malloc, where there is one, for the whole process."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):  # not in musl
-        libc.mallopt(option, value)
+    if hasattr(libc, "mallopt"):  # glibc, not musl
+        # With 2**20 many tensors stayed in the heap: 24 layers of 256 held 2.35 GB, now 1.88.
+        libc.mallopt(M_MMAP_THRESHOLD, 2**17)
 
 
 def plain_product(weight: Tensor, bias: Tensor | None = None) -> Product:

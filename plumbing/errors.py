@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -58,6 +59,11 @@ def run_main(main: Callable[[], None], out_of_memory="use smaller batches or few
         if not re.search("memoryerror|out of ?memory|allocate memory", repr(error).lower()):
             raise  # a bug of ours keeps its traceback
         stop(f"out of memory: {out_of_memory} ({error})")
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, so that temporary files are removed on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def stop(message: str) -> None:

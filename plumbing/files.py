@@ -1,4 +1,4 @@
-"""Files: JSON, the weights of a checkpoint, and all-or-nothing writes."""
+"""Files: JSON, checkpoints by name, their weights, and all-or-nothing writes."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .errors import UserError, failure_as
 
-GENERATE = Path(__file__).parent.parent / "custom_generate" / "generate.py"
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]  # what is downloaded
 
 
 def read_json(path: Path) -> dict:
@@ -30,6 +30,21 @@ def read_json(path: Path) -> dict:
 def has_model(directory: Path) -> bool:
     """Is there a model, or a part of one, that a new one would replace?"""
     return any((directory / name).exists() for name in ("config.json", "model.safetensors"))
+
+
+def locate(name: str) -> Path:
+    """The directory `name`, or a hub repository: downloaded unless it is in the hub's cache.
+
+    Cache, progress bar, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT are huggingface_hub's.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download  # slow; needed only here
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns="*/*"))
+    except Exception as error:  # no such model, no access, no network: it says what to do
+        raise UserError(f"{name}: no such directory in {Path.cwd()}; the hub: {error}") from None
 
 
 def read_tensors(directory: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -98,10 +113,18 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def save(directory: Path, config: dict, chat, weights: Mapping, dtype=torch.bfloat16) -> None:
+def save(
+    directory: Path,
+    config: dict,
+    chat,
+    weights: Mapping,
+    dtype: torch.dtype = torch.bfloat16,
+    generate: Path | None = None,
+) -> None:
     """Write a directory that `load`, transformers and any server of such models can read.
 
-    config: the content of config.json; chat: a `Chat`; weights: a whole state_dict.
+    config: the content of config.json; chat: a `Chat`; weights: a whole state_dict. generate: the
+    file by which transformers decodes with masks; it is copied if masks were trained.
     """
     config = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
     with all_or_nothing(directory) as folder:
@@ -112,6 +135,6 @@ def save(directory: Path, config: dict, chat, weights: Mapping, dtype=torch.bflo
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes files that only their owner may read
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
-        if config.get("block"):  # masks were trained: how transformers decodes with them
-            (folder / GENERATE.parent.name).mkdir()
-            shutil.copy(GENERATE, folder / GENERATE.parent.name)
+        if generate and config.get("block"):
+            (folder / "custom_generate").mkdir()
+            shutil.copy(generate, folder / "custom_generate")

@@ -8,23 +8,25 @@ import types
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention import additive_mask, attend_folded
 from .cpu import fast_copy, is_int8
 from .sampling import GumbelNoise
-
-NARROW = 96  # positions per row: with more there is nothing left to gain from folding
 
 
 class Runner:
     """Runs a model on what its rows are fed (decode.Feed), all of them in one forward."""
 
-    def __init__(self, model: nn.Module, method, cache, options):
-        """method, cache, options: the decoder's (decode.Method, a KVCache, decode.Options)."""
+    def __init__(self, model: nn.Module, method, cache, widest: int, options):
+        """method, cache, options: the decoder's (decode.Method, a KVCache, decode.Options).
+
+        widest: the most positions of a row in a forward, prefills aside.
+        """
         self.config = model.config
         self.method = method
         self.cache = cache
+        self.widest = widest
         self.temperature = options.temperature
         self.noise = GumbelNoise(options.seed, model.config.vocab_size, cache.device)
         self.model = fast_copy(model, options.compile)
@@ -44,33 +46,49 @@ class Runner:
 
     def run(self, feeds: list, is_prefill: bool) -> list[tuple[list[int], list[float]]]:
         """For each feed the tokens that its columns predict, and how confident they are."""
+        rows = [feed.row for feed in feeds]
+        if not is_prefill and not self.can_leave_out_others(rows):
+            rows = list(range(len(self.cache.lengths)))  # the others are fed padding
         width = max(len(feed.positions) for feed in feeds)
         num_columns = max(len(feed.columns) for feed in feeds)
-        if len(feeds) == 1:
+        if len(rows) == 1:
             width = max(width, self.least_width)
         forward = self.forward
         if self.compiled_forward and not is_prefill:
             forward = self.compiled_forward
             if width > 1:  # two shapes are compiled: the widest, and one position (plain AR)
-                width = self.cache.widest
-                num_columns = width  # no feed has more columns than positions
-        inputs = []  # (R, T, 3)
-        columns = []  # (R, C)
+                width = self.widest
+                num_columns = width  # as many as positions; the surplus is not read
+        positions = {row: [self.padding] * width for row in rows}
+        columns = {row: [0] * num_columns for row in rows}
+        predicted = {row: [] for row in rows}
         for feed in feeds:
-            inputs.append(feed.positions + [self.padding] * (width - len(feed.positions)))
-            columns.append([*feed.columns] + [0] * (num_columns - len(feed.columns)))
-        inputs = torch.tensor(inputs, device=self.cache.device)
-        columns = torch.tensor(columns, device=self.cache.device)
+            positions[feed.row][: len(feed.positions)] = feed.positions
+            columns[feed.row][: len(feed.columns)] = feed.columns
+            predicted[feed.row] = feed.predicted
+        inputs = torch.tensor(list(positions.values()), device=self.cache.device)  # (R, T, 3)
+        at = torch.tensor(list(columns.values()), device=self.cache.device)  # (R, C)
         noise = None
         if self.temperature > 0:
-            noise = self.noise.draw([feed.predicted for feed in feeds], num_columns)
-        self.cache.reserve(width, [feed.row for feed in feeds])
-        tokens, confidences = forward(inputs, columns, noise).tolist()
+            noise = self.noise.draw(list(predicted.values()), num_columns)
+        self.cache.reserve(width, rows)
+        tokens, confidences = forward(inputs, at, noise).tolist()
         predictions = []
-        for feed, of_row, how_sure in zip(feeds, tokens, confidences):
+        for feed in feeds:
+            i = rows.index(feed.row)
             n = len(feed.columns)
-            predictions.append(([int(token) for token in of_row[:n]], how_sure[:n]))
+            predictions.append(([int(token) for token in tokens[i][:n]], confidences[i][:n]))
         return predictions
+
+    def can_leave_out_others(self, rows: list[int]) -> bool:
+        """Is a forward of these rows faster than one of all, in which the others are padding?
+
+        To leave out a row makes the cache copy all others. So it pays on a CPU only, where an idle
+        row costs as much as any, and only if at least half of the rows are idle. Compiled forwards
+        have static shapes.
+        """
+        is_on_cpu = self.cache.device.type == "cpu"
+        return is_on_cpu and not self.compiled_forward and 2 * len(rows) <= len(self.cache.lengths)
 
     def forward(self, inputs: Tensor, columns: Tensor, noise: Tensor | None) -> Tensor:
         """The token that each column (R, C) predicts, and its confidence: (2, R, C).
@@ -95,35 +113,6 @@ class Runner:
         confidence = self.method.confidence(logits, scores, tokens)
         # Logits are float32 or wider, so confidence is, and that holds every token id exactly.
         return torch.stack([tokens.to(confidence.dtype), confidence])
-
-
-def additive_mask(mask: Tensor, config, num_threads: int, dtype: torch.dtype) -> Tensor:
-    """The mask (R, 1, T, S) as `attend_folded` takes it: 0 where visible, else -inf; maybe folded.
-
-    Made once for all layers; torch would turn a mask of booleans into this one in each of them.
-    Attention is computed in its dtype.
-    For few positions it is (R, 1, group * T, S): the query heads that share a key head become more
-    positions of one head. The products are the same, but those of one token are 2 (float32) to 6
-    times (bfloat16) faster on a CPU. With fewer key heads than threads, though, some would be idle.
-    """
-    heads = mask.size(0) * config.num_key_value_heads
-    if mask.size(2) <= NARROW and (mask.is_cuda or heads >= num_threads):
-        mask = mask.repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
-
-
-def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """model.attend, with a mask from `additive_mask`."""
-    R, num_heads, T, head_dim = q.shape
-    num_queries = mask.size(2)
-    if num_queries > T:
-        q = q.reshape(R, k.size(1), num_queries, head_dim)
-    elif q.is_cuda and num_heads > k.size(1):  # fast kernels with a mask cannot share key heads
-        k = k.repeat_interleave(num_heads // k.size(1), dim=1)
-        v = v.repeat_interleave(num_heads // v.size(1), dim=1)
-    q, k, v, dtype = q.to(mask.dtype), k.to(mask.dtype), v.to(mask.dtype), q.dtype
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return y.reshape(R, num_heads, T, head_dim).to(dtype)
 
 
 def compiled(forward: Callable[..., Tensor], cache) -> Callable[..., Tensor]:

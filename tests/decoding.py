@@ -160,7 +160,13 @@ def by_hand(
             passes = sure <= threshold if metric == "entropy" else sure >= threshold
             if guard and accepted[-1] > 0 and passes:
                 said, _ = what_followed(text, tokens[len(text) - len(prompt) :])
-                passes = token != tokens[-1] and said in (None, token)
+                if said is None and metric == "entropy":
+                    passes = sure <= threshold / 20
+                elif said is None:
+                    passes = sure >= 1 - (1 - threshold) / 20
+                else:
+                    passes = said == token
+                passes = passes and token != tokens[-1]
             if accepted[-1] > 0 and not passes:
                 break
             tokens.append(token)

@@ -57,7 +57,7 @@ def test_the_cache_refuses_what_does_not_fit():
     model = tiny_model(random.Random(0))
     cache = KVCache(model.config, 2, 10, "cpu", torch.float64)
     cache.reserve(10, [0, 1])  # what just fits
-    cache.commit([8, 3])
+    cache.commit({0: 8, 1: 3})
     with pytest.raises(ValueError, match="11 positions exceed the cache's capacity of 10"):
         cache.reserve(3, [0, 1])
     assert cache.lengths == [8, 3]
@@ -72,7 +72,7 @@ def test_the_cache_refuses_what_does_not_fit():
 
 
 def test_the_drawing_by_hand():
-    """The docstring's two rows: writing after each row's length, then commit([2, 1])."""
+    """The docstring's two rows: writing after each row's length, then commit({0: 2, 1: 1})."""
     config = tiny_model(random.Random(0)).config
     cache = KVCache(config, 2, 64, "cpu", torch.float64)
     cache.lengths = [4, 6]
@@ -83,7 +83,7 @@ def test_the_drawing_by_hand():
     keys, values = cache.write(0, new, -new)
     assert keys[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5] + [0] * 55
     assert values[1, -1, :, -1].tolist() == [0] * 6 + [-1, -2, -3, -4, -5] + [0] * 53
-    cache.commit([2, 1])
+    cache.commit({0: 2, 1: 1})
     assert cache.lengths == [6, 7]
     cache.reserve(2, [1])  # one row alone: the other keeps everything
     cache.write(0, new[:1, :, :2] + 10, new[:1, :, :2])

@@ -22,8 +22,7 @@ from decoding import alone, logits_after, mean, outcome, use_lossless, what_foll
 
 from decode import Decoder, Options, Sequence, generate
 from lossless import (
-    FIRST_CHANCES,
-    MASKS,
+    FIRST_RUN_CHANCES,
     MORE_THAN_B,
     RATE,
     Guess,
@@ -45,7 +44,7 @@ def planned(*chances: float, most=9, text=(), of_text=None) -> tuple[list[int], 
     of_text: the chances of guesses from the text.
     """
     method = Lossless(block=9, mask_id=MASK, on_cpu=True)
-    method.chances |= of_text or {}
+    method.run_chances |= of_text or {}
     from_masks = [Guess(token, chance) for token, chance in enumerate(chances, start=11)]
     guesses = method.chain(PromptLookup(), text or [2], from_masks)
     groups = likely_groups([guess.chance for guess in guesses], most)
@@ -87,7 +86,7 @@ def test_the_likelier_of_text_and_mask_is_guessed():
 
 def test_guesses_are_judged():
     """By those that were checked, the first that failed among them."""
-    of_two, of_four = Guess(3, 0.9, source=2), Guess(3, 0.9, source=4)
+    of_two, of_four = Guess(3, 0.9, run=2), Guess(3, 0.9, run=4)
     fed = [of_two, Guess(3, 0.9), of_four, of_two]
     method = Lossless(block=9, mask_id=MASK, on_cpu=True)
     down, up = 0.5 * (1 - RATE), 0.5 * (1 - RATE) + RATE
@@ -98,29 +97,34 @@ def test_guesses_are_judged():
         (3, up * (1 - RATE), up, up),
         (4, up * (1 - RATE) + RATE, up, up),
     ):
-        method.chances = {MASKS: 0.5, 2: 0.5, 4: 0.5, 8: 0.5}
+        method.mask_chance = 0.5
+        method.run_chances = {2: 0.5, 4: 0.5, 8: 0.5}
         method.update_chances(fed, num_held)
-        assert method.chances == pytest.approx({MASKS: mask, 2: two, 4: four, 8: 0.5}), num_held
+        assert method.mask_chance == pytest.approx(mask), num_held
+        assert method.run_chances == pytest.approx({2: two, 4: four, 8: 0.5}), num_held
     # A guess of a run of four holds: the next one's chance has learnt from it already.
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4]
     sequence = Sequence(text, tiny_model(random.Random(0)).config, max_new=9, tau=None)
-    sequence.state = Plan(1, PromptLookup(), guesses=[Guess(5, 0.5, source=4)], groups=[])
-    method.chances = dict.fromkeys(method.chances, 0.5)
+    sequence.state = Plan(guesses=[Guess(5, 0.5, run=4)])
+    method.run_chances = dict.fromkeys(method.run_chances, 0.5)
     assert method.accept(sequence, [5, 6], [0.5, 0.5]) == [5, 6]
-    assert sequence.state.guesses[0] == Guess(7, pytest.approx(up), source=4)
+    sequence.take([5, 6], width=2)
+    method.additions(sequence)
+    assert sequence.state.guesses[0] == Guess(7, pytest.approx(up), run=4)
 
 
 def test_useful_masks_by_hand():
     """B = 2 and two guesses: positions 3 and 4 are group 0, which saw none of them, and so on."""
 
     def useful(*groups: int, held: int) -> list[int]:
-        return list(useful_masks(Plan(2, None, guesses=[None, None], groups=list(groups)), held))
+        plan = Plan(guesses=[None, None], groups=list(groups), group_size=2)
+        return list(useful_masks(plan, held))
 
     assert useful(0, 1, 2, held=1) == [5, 6]  # group 2 saw a guess that failed
     assert useful(0, 1, 2, held=2) == [7, 8]
     assert useful(0, 2, held=1) == [4]  # what the first mask of group 0 predicts is known
     assert useful(0, held=2) == [] and useful(1, 2, held=0) == []
-    assert list(useful_masks(Plan(1, None, guesses=[None, None], groups=[0]), num_held=2)) == []
+    assert list(useful_masks(Plan(guesses=[None, None], groups=[0], group_size=1), 2)) == []
 
 
 def test_a_batch_on_a_cpu_has_one_group():
@@ -146,10 +150,6 @@ def test_what_a_text_says_is_where_its_last_tokens_stood_before():
             text += [rng.randint(0, 1) for _ in range(rng.randint(0, 3))]
             guesses = [rng.randint(0, 1) for _ in range(rng.randint(0, 8))]
             assert repeats.next_token(text, guesses) == what_followed(text, guesses)
-    # A step was interrupted when it had looked up tokens that it then did not take: an IndexError.
-    repeats = PromptLookup()
-    repeats.next_token([2, 3, 4, 5], [])
-    assert repeats.next_token([2, 3], []) == (None, 0)
 
 
 # --------------------------------------------------------------------------- the text and forwards
@@ -191,10 +191,11 @@ def test_an_index_is_of_its_own_text(monkeypatch):
     for step in range(16):
         decoder.step()
         sequences[0].done = step >= 4
-    assert decoder.method.chances[2] != FIRST_CHANCES[2]  # it learns from both
+    assert decoder.method.run_chances[2] != FIRST_RUN_CHANCES[2]  # it learns from both
     for sequence in sequences:
         fresh = PromptLookup()
-        fresh.next_token(sequence.token_ids, [])
+        for lookup in (fresh, sequence.state.lookup):  # that of the last forward's text
+            lookup.next_token(sequence.token_ids, [])
         assert sequence.state.lookup.goes_on_at == fresh.goes_on_at
         assert 13 + 60 > len(sequence.token_ids) > 16
     list(decoder)
@@ -317,20 +318,21 @@ def test_any_groups_may_be_missing(monkeypatch):
     batches.
     """
     rng = random.Random(0)
-    accept = Lossless.accept
+    chain = Lossless.chain
 
-    def sometimes_wrong(self, sequence, tokens, confidences):
-        accepted = accept(self, sequence, tokens, [1.0] * len(confidences))
-        plan = sequence.state
+    def sometimes_wrong(self, lookup, text, from_masks):
+        guesses = chain(self, lookup, text, [guess._replace(chance=1.0) for guess in from_masks])
         if rng.random() < 0.3:
-            plan.guesses = [guess._replace(token=guess.token ^ 1) for guess in plan.guesses]
-        some = [j for j in range(len(plan.guesses) + 1) if rng.random() < 0.6]
-        plan.groups = some[: self.most_groups]
-        plan.group_size = rng.randint(1, self.block)
-        return accepted
+            guesses = [guess._replace(token=guess.token ^ 1) for guess in guesses]
+        return guesses
+
+    def some_groups(chances, most):
+        return [j for j in range(len(chances) + 1) if rng.random() < 0.6][:most]
 
     use_lossless(monkeypatch, groups=5)
-    monkeypatch.setattr(Lossless, "accept", sometimes_wrong)
+    monkeypatch.setattr(Lossless, "chain", sometimes_wrong)
+    monkeypatch.setattr(Lossless, "group_size", lambda self: rng.randint(1, self.block))
+    monkeypatch.setattr("lossless.likely_groups", some_groups)
     num_forwards = 0
     num_tokens = 0
     for seed in cases(20, 1000):
@@ -387,7 +389,7 @@ def test_noise_is_kept_for_one_forward_and_no_longer():
     num_again = 0
     while decoder.step():
         kept = decoder.runner.noise.kept
-        assert len(kept) <= 2 * decoder.cache.widest
+        assert len(kept) <= 2 * decoder.runner.widest
         for (index, position), noise in kept.items():
             assert torch.equal(noise, gumbel_noise(0, index, position, 8, noise.device))
         num_again += len(before.keys() & kept.keys())

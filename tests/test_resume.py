@@ -129,9 +129,9 @@ def test_a_signal_to_torchrun_saves_and_ends_the_run(tmp_path, run):
 
 def test_what_fails_in_the_second_process_ends_both(tmp_path, run):
     """torchrun ends the first, which would wait for it."""
-    fail = "import os, plumbing.hub, runpy; from plumbing.errors import UserError\n"
+    fail = "import os, plumbing.files, runpy; from plumbing.errors import UserError\n"
     fail += "def locate(*_): raise UserError('only here')\n"
-    fail += "if os.environ['RANK'] == '1': plumbing.hub.locate = locate\n"
+    fail += "if os.environ['RANK'] == '1': plumbing.files.locate = locate\n"
     fail += "runpy.run_path('train.py', run_name='__main__')"
     words = (*run, "--steps", 1, "--out", tmp_path)
     process = start(*words, launcher=TORCHRUN_PYTHON, script=("-c", fail))

@@ -11,7 +11,6 @@ threshold decoding is about. Everything follows from fixed seeds; no training pr
 import argparse
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,7 +18,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 HERE = Path(__file__).parent
 TEST_ROWS = 500
 TRAIN_ROWS = 4000
-HARD_TEST_ROWS = 1000  # of experiments.paper
 VOCABULARY = 1024  # at most; the text yields fewer
 
 # Words, and for each kind of sentence three phrasings (odds 6 : 3 : 1). {n} is a name, {they} is
@@ -49,10 +47,10 @@ class Story:
                 [phrasing] = self.rng.choices(PHRASES[kind], weights=(6, 3, 1))
                 sentences.append(phrasing.format(**self.words, **numbers))
 
-    def product(self, question: str, most: int = 12) -> int:
+    def product(self, question: str) -> int:
         """Boxes of so many things each; how many things those are."""
         a = self.rng.randint(2, 9)
-        b = self.rng.randint(2, most)
+        b = self.rng.randint(2, 12)
         self.step(question, "packed_said", a=a, b=b, r=a * b)
         return a * b
 
@@ -91,49 +89,16 @@ def problem(rng: random.Random) -> dict:
     return story.row()
 
 
-def hard_problem(rng: random.Random) -> dict:
-    """One to six operations on numbers up to 999, among up to two sentences beside the point."""
-    story = Story(rng)
-    operations = rng.randint(1, 6)
-    if operations > 1 and rng.random() < 0.3:
-        story.total = story.product("packed", most=20)
-        operations -= 1
-    else:
-        story.total = rng.randint(10, 600)
-        story.step("start", "start_said", a=story.total)
-    while operations:
-        if story.total < max(2, rng.randint(0, 999)):
-            sign = 1
-            room = 999 - story.total
-        else:
-            sign = -1
-            room = story.total - 1
-        if operations > 1 and room >= 18 and rng.random() < 0.3:
-            packed = "gain_packed" if sign > 0 else "lose_packed"
-            number = story.product(packed, most=min(20, room // 9))
-            story.change(sign * number, is_asked=False)
-            operations -= 2
-        else:
-            story.change(sign * rng.randint(1, min(room, 99)))
-            operations -= 1
-    for _ in range(rng.randint(0, 2)):
-        other = {"m": rng.choice(GIRLS + BOYS), "u": rng.choice(THINGS), "d": rng.randint(2, 400)}
-        if other["m"] != story.words["n"] and other["u"] != story.words["t"]:
-            sentence = rng.choice(PHRASES["distractions"]).format(**story.words, **other)
-            story.asked.insert(rng.randint(1, len(story.asked)), sentence)
-    return story.row()
-
-
-def split(world: Callable, train_rows: int, test_rows: int = TEST_ROWS) -> tuple[list, list]:
-    """Training and test rows of a world (`problem` or `hard_problem`); no prompt comes twice."""
+def split(train_rows: int) -> tuple[list, list]:
+    """Training and test rows; no prompt comes twice."""
     rows = {}  # by their prompts
-    for seed, count in ((1, test_rows), (2, test_rows + train_rows)):
+    for seed, count in ((1, TEST_ROWS), (2, TEST_ROWS + train_rows)):
         rng = random.Random(seed)
         while len(rows) < count:
-            row = world(rng)
+            row = problem(rng)
             rows.setdefault(row["prompt"], row)
     rows = list(rows.values())
-    return rows[test_rows:], rows[:test_rows]
+    return rows[TEST_ROWS:], rows[:TEST_ROWS]
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -166,10 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write only a training file, under this new name")
     parser.add_argument("--rows", type=int, default=TRAIN_ROWS, help="how many it has")
-    parser.add_argument("--hard", action="store_true", help="the world of experiments.paper")
     args = parser.parse_args()
     if args.out is None:
-        train, test = split(problem, TRAIN_ROWS)
+        train, test = split(TRAIN_ROWS)
         write(HERE / "train.jsonl", train)
         write(HERE / "test.jsonl", test)
         train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
@@ -178,10 +142,7 @@ def main() -> None:
         args.out.touch(exist_ok=False)
     except OSError as error:
         parser.error(f"--out: {error}")
-    if args.hard:
-        train, _ = split(hard_problem, args.rows, HARD_TEST_ROWS)
-    else:
-        train, _ = split(problem, args.rows)
+    train, _ = split(args.rows)
     write(args.out, train)
 
 

@@ -31,9 +31,9 @@ def test_the_picture_of_a_run(tmp_path):
 
 def test_the_bundled_picture_is_that_of_its_table(tmp_path):
     """Every label is there as often as in the table, and every group."""
-    (tmp_path / "right.json").write_bytes((ROOT / "qwen2.5/right.json").read_bytes())
+    (tmp_path / "right.json").write_bytes((ROOT / "patches/qwen2.5/right.json").read_bytes())
     assert command("apps.plot", tmp_path / "right.json").status == 0
-    said = texts(ROOT / "qwen2.5/right.svg")
+    said = texts(ROOT / "patches/qwen2.5/right.svg")
     assert sorted(said) == sorted(texts(tmp_path / "right.svg"))
     for label, group, _, _ in json.loads((tmp_path / "right.json").read_text())["rows"]:
         assert group in said and (not label or label in said)

@@ -10,7 +10,6 @@ import transformers
 from commands import command, number, tables
 from common import ROOT
 
-import train
 from bench import common, quality, speed
 from decode import Options, generate
 from model import load
@@ -260,19 +259,3 @@ def test_the_table_of_widths():
     [table] = tables(out)
     assert status == 0 and list(table) == ["1", "5", "9", "25"]
     assert table["1"][1] == "1.00 (1.00 to 1.00)" and number(table["25"][0]) > 0
-
-
-def test_the_table_of_training_steps(monkeypatch):
-    """SFT computes the clean stream, MARS a mask for each target but the first, too."""
-    seen = set()
-    hidden_states = train.hidden_states
-
-    def listen(model, inputs):
-        seen.add((inputs.doc >= 0).sum().item())  # no padding
-        return hidden_states(model, inputs)
-
-    monkeypatch.setattr(train, "hidden_states", listen)
-    words = ("--training", "--rounds", 1, "--rows", 2, "--max-new", 32, "--device", "cpu")
-    status, out, _ = command("bench.speed", *TOY, *words)
-    assert status == 0 and [list(table) for table in tables(out)] == [["SFT", "MARS"]]
-    assert seen == {2 * 63, 2 * 94}

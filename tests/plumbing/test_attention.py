@@ -1,4 +1,4 @@
-"""The faster drop-ins of plumbing/runner.py change nothing but the time."""
+"""The faster drop-ins of plumbing/attention.py change nothing but the time."""
 
 import random
 import shutil
@@ -13,7 +13,7 @@ from decoding import decode_each, outcome
 
 from decode import generate
 from model import attend
-from plumbing import runner
+from plumbing import attention
 
 
 def random_attention(rng: random.Random, group: int, T: int) -> tuple[torch.Tensor, ...]:
@@ -35,15 +35,15 @@ def test_attend_folded_is_attend(threads, group):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     for seed in cases(6, 60):
         rng = random.Random(seed)
-        for T in (1, rng.randint(2, 12), runner.NARROW, runner.NARROW + 1):
+        for T in (1, rng.randint(2, 12), attention.NARROW, attention.NARROW + 1):
             q, k, v, mask = random_attention(rng, group, T)
             config = SimpleNamespace(num_attention_heads=q.size(1), num_key_value_heads=k.size(1))
-            folded = runner.additive_mask(mask, config, threads, q.dtype)
+            folded = attention.additive_mask(mask, config, threads, q.dtype)
             with mock.patch("torch.nn.functional.scaled_dot_product_attention", wraps=sdpa) as spy:
-                found = runner.attend_folded(q, k, v, folded)
+                found = attention.attend_folded(q, k, v, folded)
             assert found.shape == q.shape
             assert torch.allclose(found, attend(q, k, v, mask), rtol=0, atol=1e-12), (seed, T)
-            is_folded = threads == 1 and group > 1 and T <= runner.NARROW
+            is_folded = threads == 1 and group > 1 and T <= attention.NARROW
             num_heads = spy.call_args.args[0].size(1)  # that torch's kernel got
             assert num_heads == (k.size(1) if is_folded else q.size(1))
 

@@ -9,7 +9,7 @@ from commands import Done, is_refused, process
 from common import ROOT
 from huggingface_hub.utils import filter_repo_objects
 
-from plumbing.hub import locate
+from plumbing.files import locate
 
 COMMIT = "c0ffee" + "0" * 34
 NOWHERE = "http://127.0.0.1:9"

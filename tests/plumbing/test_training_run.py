@@ -10,7 +10,7 @@ from common import ROOT
 from training import DRAFT, contents, log, run_train, write
 
 import train
-from plumbing import runs
+from plumbing import training_run
 from plumbing.jsonl import JsonlFile
 
 
@@ -63,7 +63,7 @@ def test_a_step_has_no_row_twice(tmp_path, out):
 def test_a_line_a_minute_where_there_is_no_bar(data, out, monkeypatch):
     """A run whose output is a file was silent for its first minutes, and looked as if it hung."""
     clock = itertools.count(0, 40).__next__  # of three steps the second comes after a minute
-    monkeypatch.setattr(runs, "time", mock.Mock(monotonic=clock))
+    monkeypatch.setattr(training_run, "time", mock.Mock(monotonic=clock))
     done = run_train(*DRAFT, "--data", data, "--out", out, "--steps", 3)
     assert "\n 67%: step=2, noisy=" in done.out and done.out.count("noisy=") == 1
 
@@ -78,7 +78,7 @@ def test_what_may_differ_when_a_run_is_resumed(data):
 
     def settings(*words):
         args = train.make_parser().parse_args(["--data", str(data), "--out", "new", *words])
-        return runs.find_progress(args, JsonlFile(data))["settings"]
+        return training_run.find_progress(args, JsonlFile(data))["settings"]
 
     before = settings()
     for option, value in zip(MUST_BE_THE_SAME[::2], MUST_BE_THE_SAME[1::2]):

@@ -1,8 +1,11 @@
-"""A training run apart from its steps: the options, the directory, log and bar, how it stops."""
+"""A training run apart from its steps: its directory, log and bar, how it stops."""
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,39 +15,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .arguments import Parser, number
 from .checkpoints import Checkpoints, whole_weights
 from .data import Dataset
 from .errors import UserError
 from .files import has_model, save
 from .jsonl import JsonlFile
 from .processes import leads, say
-from .signals import StopSignal
 
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
-
-
-def training_parser(description: str) -> Parser:
-    """The options of every way to train."""
-    parser = Parser(description, usage="%(prog)s --data FILE [option ...]")
-    add = parser.add_argument
-    add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
-    start = "to start from; without weights: random ones"
-    parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", start, dtypes=("float32", "bfloat16"))
-    add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
-    add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    add("--block", type=number(int, 1, 999), default=4, help="B, masks in a block")
-    add("--epochs", type=number(int, 1), default=5, help="passes over the data")
-    add("--steps", type=number(int, 1), help="number of steps, instead of --epochs")
-    add("--batch", type=number(int, 1, 10**6), default=128, help="examples per step (paper: 384)")
-    help = "positions per forward (default: 1024 on a CPU, 4096 on a GPU)"
-    add("--batch-tokens", type=number(int, 1), help=help)
-    add("--checkpoint-layers", action="store_true", help="less memory: activations computed twice")
-    add("--lr", type=number(float, 0, 1000), default=5e-6, help="peak learning rate")
-    add("--max-length", type=number(int, 1), default=512, help="the rest of an example is cut")
-    add("--save-every", type=number(int, 1), default=500, help="steps between checkpoints")
-    add("--seed", type=number(int, 0, 2**62), default=0, help="for shuffling, new weights")
-    return parser
 
 
 # Options that a resumed run may change: where it runs and how it computes (with --dtype in other
@@ -85,7 +63,8 @@ class Run:
     progress: dict  # of `find_progress`
     data: Dataset
     num_steps: int
-    whole_weights: Callable[[nn.Module], dict] = whole_weights  # of the model for its users
+    generate: Path  # of `files.save`
+    export_weights: Callable[[nn.Module], dict] = whole_weights  # of the model for its users
 
     def __enter__(self) -> "Run":
         self.checkpoints = Checkpoints(self.out / "checkpoints")
@@ -143,9 +122,10 @@ class Run:
 
     def export(self, model: nn.Module) -> None:
         """Write the whole model for its users: see `files.save`."""
-        weights = self.whole_weights(model)
+        weights = self.export_weights(model)
         if leads():
-            save(self.out, model.config.to_json(), self.data.chat, weights)
+            config = model.config.to_json()
+            save(self.out, config, self.data.chat, weights, generate=self.generate)
         self.saved_step = self.step
 
     def __exit__(self, *exception: object) -> None:
@@ -156,3 +136,29 @@ class Run:
             self.log_file.close()
         if self.saved_step:
             say(f"{self.step} steps; {self.out} holds the model of step {self.saved_step}")
+
+
+class StopSignal:
+    """Ctrl-C, SIGTERM, a hang-up: the first asks to stop after the step, the second stops at once.
+
+    With several processes every signal only asks: torchrun itself sends two.
+    """
+
+    def __init__(self):
+        self.number = 0
+        self.former = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self.former[number] = signal.signal(number, self.remember)
+
+    def remember(self, number: int, frame: object) -> None:
+        self.number = number
+        if "LOCAL_RANK" not in os.environ:
+            self.restore()
+        with contextlib.suppress(RuntimeError):  # the signal came in the middle of a print
+            say("stopping after this step")
+
+    def restore(self) -> None:
+        for number, handler in self.former.items():
+            signal.signal(number, handler)
