@@ -96,18 +96,16 @@ class Method(Protocol):
 # The measures of confidence, and the tau at which each is plain AR. At that tau no masks are fed:
 # the test alone would not do, for a confidence that is rounded to 1 (an entropy, to 0) passes it.
 AR_TAU = {"probability": 1, "margin": 1, "entropy": 0}
-STRICTER = 20  # with --guard: by which tau's distance from AR's is divided where the text is silent
 
 
 class Threshold:
     """The paper's method: feed B masks after the text, accept while the confidence passes tau."""
 
-    def __init__(self, block: int, mask_id: int, metric: str, guard: bool = False):
-        """block: the number of masks, B. guard: let `guarded` of lossless.py check what passes."""
+    def __init__(self, block: int, mask_id: int, metric: str):
+        """block: the number of masks, B."""
         self.block = block
         self.mask_id = mask_id
         self.metric = metric
-        self.guard = guard
         self.widest = (block + 1) + block  # the tokens accepted last time, and the masks
 
     def additions(self, sequence: Sequence) -> list[Position]:
@@ -141,17 +139,27 @@ class Threshold:
             if not self.passes(confidence, sequence.tau):
                 break
             accepted.append(token)
-        if self.guard:
-            ar_tau = AR_TAU[self.metric]
-            strict_tau = ar_tau + (sequence.tau - ar_tau) / STRICTER
-            is_sure = [self.passes(confidence, strict_tau) for confidence in confidences]
-            accepted = guarded(sequence, accepted, is_sure)
         return accepted
 
     def passes(self, confidence: float, tau: float) -> bool:
         if self.metric == "entropy":
             return confidence <= tau
         return confidence >= tau
+
+
+STRICTER = 20  # of a tenth and a twentieth of the doubt only the latter broke no program
+
+
+class Guarded(Threshold):
+    """Ours, with --guard: what passes tau is cut where the text does not support it."""
+
+    def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
+        """Where the text is silent, only a fraction of the doubt that tau allows is allowed."""
+        accepted = super().accept(sequence, tokens, confidences)
+        ar_tau = AR_TAU[self.metric]
+        strict_tau = ar_tau + (sequence.tau - ar_tau) / STRICTER
+        is_sure = [self.passes(confidence, strict_tau) for confidence in confidences]
+        return guarded(sequence, accepted, is_sure)
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -252,7 +260,8 @@ class Decoder:
             on_cpu = model.device.type == "cpu"
             self.method = Lossless(self.block, config.mask_token_id, on_cpu, rows)
         else:
-            self.method = Threshold(self.block, config.mask_token_id, options.metric, options.guard)
+            kind = Guarded if options.guard else Threshold
+            self.method = kind(self.block, config.mask_token_id, options.metric)
         widest = self.method.widest
         if options.block_cache:  # the tokens of an open block are fed again
             widest += min(options.block_cache, self.longest)
@@ -356,8 +365,8 @@ def add_options(parser: Parser, num_taus: str | None = None) -> None:
     add("--metric", choices=tuple(AR_TAU), default=default.metric, help="measure of confidence")
     add("--block", type=int, help="B, number of masks (default: as in training, or 4)")
     add("--block-cache", type=int, metavar="N", help="the paper's cache, in blocks of N tokens")
-    add("--guard", action="store_true", help="with a tau: accept no mask's token that repeats the "
-        "one before it, or that departs from an earlier passage of the text")
+    add("--guard", action="store_true", help="with a tau: the text checks what masks predict, "
+        "and where it is silent they must be surer (docs/lossless.md)")
     add("--max-new", type=int, default=default.max_new, help="maximum number of new tokens")
     add("--temperature", type=float, default=default.temperature, help="0 is greedy")
     add("--seed", type=int, default=default.seed, help="sampling seed")

@@ -33,7 +33,8 @@ At a temperature every position of the text has its own noise (plumbing/sampling
 drawn with the noise of its position, and AR's token with the same, so that both often come out
 alike (Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with this noise.
 
-`Lossless` is a decoding method as `Threshold` in decode.py is.
+`Lossless` is a decoding method as `Threshold` in decode.py is. (`guarded` is for that one: with
+--guard the text checks what a tau accepted.)
 """
 
 from dataclasses import dataclass, field

@@ -183,14 +183,18 @@ def forward_inputs(examples: list[Example], recipe: Recipe, rank=0, size=1) -> l
 
 
 def fill_forwards(streams: list[Streams], recipe: Recipe, rank=0, size=1) -> list[Streams]:
-    """The forwards of process `rank`, in which the streams of a step stand side by side."""
+    """The forwards of process `rank`, in which the streams of a step stand side by side.
+
+    All forwards of the step are planned, and dealt to the processes in turn.
+    """
     streams = sorted(streams, key=lambda each: -len(each.tokens))
     lengths = [len(each.tokens) for each in streams]
     if recipe.row_width is None:
         plans = own_rows(lengths, recipe.batch_tokens, size)
     else:
         plans = shared_rows(lengths, recipe.row_width, recipe.batch_tokens, size)
-    return [join(streams, rows, width) for rows, width in plans[rank::size]]
+    own_plans = plans[rank::size]
+    return [join(streams, rows, width) for rows, width in own_plans]
 
 
 def can_use_flex(model: Qwen2) -> bool:

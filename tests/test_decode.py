@@ -28,7 +28,7 @@ from decoding import (
     random_options,
 )
 
-from decode import Decoder, Options, Sequence, Threshold, generate, naive
+from decode import Decoder, Guarded, Options, Sequence, Threshold, generate, naive
 from model import load
 from plumbing.errors import UserError
 
@@ -210,7 +210,7 @@ def test_the_guard_by_hand():
 
     Where the text says nothing a token needs .975: a twentieth of the doubt that tau allows.
     """
-    method = Threshold(block=3, mask_id=MASK, metric="probability", guard=True)
+    method = Guarded(block=3, mask_id=MASK, metric="probability")
     config = tiny_config(random.Random(0), vocab_size=20)
     text = [10, 11, 12, 13, 4, 5, 6, 7, 9, 3, 4, 5, 6]
     sequence = Sequence(text, config, max_new=9, tau=0.5)
