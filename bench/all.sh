@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The figures of the pages that are measured on a CPU, trainings and their results aside; prints
 # Markdown. Takes hours, on a machine that does nothing else. A command that fails does not stop the
-# others. SmolLM2 and Qwen2.5 are in it where smollm2/ and qwen2.5/ have `model` and `original`
-# (their README.md makes them).
+# others. SmolLM2 and Qwen2.5 are in it where they were unpacked, each with its original: smollm2/
+# and smollm2-original/, qwen2.5/ and qwen2.5-original/ (see patches/).
 #     pip install -r requirements.txt -r bench/requirements.txt
 #     bench/all.sh > cpu.md
 # LLAMA may have the addresses of two servers of llama.cpp with Qwen2.5 (docs/speed.md starts them).
@@ -31,19 +31,17 @@ quality --dtype bfloat16
 speed --transformers --limit 32 --rounds 9 --rows 1 8
 speed --temperature 1 --limit 24 --rows 1 8
 speed --block-caches --limit 50 --rounds 3 --rows 1 8
-speed --training --rows 32 --max-new 80
 
 echo "# Random weights in the shape of Qwen2.5-0.5B"
 for dtype in float32 bfloat16; do
     speed --widths --shape 0.5B --rounds 9 --dtype $dtype
 done
-speed --training --shape 0.5B --rows 2 --max-new 256 --rounds 2
 
 for name in smollm2 qwen2.5; do
-    [ -d $name/model ] && [ -d $name/original ] || continue
+    [ -d $name ] && [ -d $name-original ] || continue
     echo "# $name"
-    model="--model $name/model --dtype bfloat16"
-    before="--model $name/original --dtype bfloat16"
+    model="--model $name --dtype bfloat16"
+    before="--model $name-original --dtype bfloat16"
     for kind in gsm8k ifeval bbh plain code; do
         quality $model --data bench/data/$kind/test.jsonl --limit 20 --max-new 128 --rows 1
     done
@@ -51,7 +49,7 @@ for name in smollm2 qwen2.5; do
     for kind in gsm8k ifeval bbh plain; do head -n 20 bench/data/$kind/test.jsonl; done > "$work/prompts.jsonl"
     for temperature in 0 0.7; do
         python -m apps.batch "$work/prompts.jsonl" $before --tau 1 --rows 16 --max-new 128 --temperature $temperature > "$work/answers.jsonl"
-        quality $model --data "$work/answers.jsonl" --against $name/original --tau 1 --max-new 1
+        quality $model --data "$work/answers.jsonl" --against $name-original --tau 1 --max-new 1
     done
     for each in "$model" "$before"; do  # how many answers repeat themselves
         quality $each --data bench/data/plain/test.jsonl --tau 1 --max-new 192

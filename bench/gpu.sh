@@ -23,16 +23,15 @@ step 200 python -m bench.speed --widths --shape 0.5B --rounds 50 --compile
 step 90 python -m bench.speed --transformers --shape 7B --rounds 3 --limit 1 --max-new 64 --rows 1
 step 300 python -m bench.speed --transformers --shape 7B --rounds 3 --limit 1 --max-new 64 --rows 1 --compile
 step 240 python -m bench.speed --transformers --compile --rounds 3 --limit 16 --rows 1 8
-step 90 python -m bench.speed --training --shape 0.5B --rows 32 --max-new 256 --rounds 3
 
-for needed in qwen2.5/model qwen2.5/original gsm8k.jsonl; do
-    [ -e $needed ] || { echo "no $needed: without the Qwen2.5, see qwen2.5/README.md" >&2; exit 0; }
+for needed in qwen2.5 qwen2.5-original gsm8k.jsonl; do
+    [ -e $needed ] || { echo "no $needed: without the Qwen2.5, see patches/qwen2.5/README.md" >&2; exit 0; }
 done
-speed="python -m bench.speed --transformers --model qwen2.5/model --data bench/data/gsm8k/test.jsonl --rounds 3 --max-new 64 --dtype bfloat16"
+speed="python -m bench.speed --transformers --model qwen2.5 --data bench/data/gsm8k/test.jsonl --rounds 3 --max-new 64 --dtype bfloat16"
 step 200 $speed --rows 1 --limit 4
 step 200 $speed --rows 1 --limit 4 --compile
 step 100 $speed --rows 8 --limit 8
 step 100 $speed --rows 32 --limit 32
-quality="python -m bench.quality --model qwen2.5/model --against qwen2.5/original --data gsm8k.jsonl --max-new 400 --rows 48 --dtype bfloat16"
+quality="python -m bench.quality --model qwen2.5 --against qwen2.5-original --data gsm8k.jsonl --max-new 400 --rows 48 --dtype bfloat16"
 step 1200 $quality --tau .99 .95 .9 .8
 step 600 $quality

@@ -10,13 +10,10 @@ import shlex
 import sys
 
 import pytest
-import torch
 from commands import command
 from common import ROOT
 
-from bench.common import SHAPES, config_of
 from decode import naive
-from model import Qwen2
 from plumbing.errors import UserError
 from train import naive_loss
 
@@ -118,21 +115,6 @@ def test_the_readme_shows_it_word_for_word(function):
     source = inspect.getsource(function)
     shown = source[source.index("def ") :]
     assert f"```python\n{shown}```" in (ROOT / "README.md").read_text()
-
-
-def test_what_qwen_needs():
-    """The table of real-model.md, computed from the shapes."""
-    page = (ROOT / "docs/real-model.md").read_text()
-    rows = [line for line in page.splitlines() if " B |" in line]
-    for row, shape in zip(rows, SHAPES, strict=True):
-        config = config_of(shape)
-        with torch.device("meta"):
-            count = sum(weight.numel() for weight in Qwen2(config).parameters())
-        keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        cache = 2 * keys * 2 * 1024  # keys and values, bfloat16, 1,024 positions
-        cells = [shape, f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.1f} GiB"]
-        cells += [f"{4 * count / 2**30:.1f} GiB", f"{cache / 2**20:.0f} MiB"]
-        assert [cell.strip() for cell in row.strip("|").split("|")] == cells
 
 
 @pytest.mark.parametrize("name", ["decode", "train", "apps.chat", "apps.batch", "apps.trace"])
