@@ -74,7 +74,7 @@ def main() -> None:
         with naming(f"{args.file}:{line_number}"):
             sequence = decoder.add(prompts[line_number], tau=row.get("tau"))
         shown = {"id": row.get("id", line_number)}
-        shown |= {key: row[key] for key in ("prompt", "messages") if row.get(key)}
+        shown |= {key: row[key] for key in ("prompt", "question", "messages") if row.get(key)}
         requests.append((shown, sequence))
     answer_all(decoder, requests, chat)
 

@@ -22,7 +22,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose help shows the defaults and whose errors are one line."""
 
     def __init__(self, description: str, **options):
-        super().__init__(description=description, formatter_class=ShowDefaults, **options)
+        options |= {"formatter_class": ShowDefaults, "allow_abbrev": False}
+        super().__init__(description=description, **options)
 
     def error(self, message: str) -> None:
         raise UserError(f"{message} (see --help)")
@@ -42,24 +43,23 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--dtype", choices=dtypes, help=help)
 
 
-def number(kind: type, least: float, most: float = 10**9) -> Callable[[str], float]:
-    """An argparse type: an int or a float from `least` to `most`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected {least} to {most}, not {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse says: invalid int value: 'x'
-    return parse
-
-
-def check_number(name: str, value: object, kind: type, least: float, most: float) -> None:
-    """Raise UserError for what `number` would refuse, or of another type."""
+def check_number(name: str, value: object, kind: type, least: float, most: float = 10**9) -> None:
+    """Raise UserError unless the value is of this kind, int or float, and from least to most."""
     if not isinstance(value, int | kind) or not least <= value <= most:
         expected = f"expected {kind.__name__} from {least} to {most}"
         raise UserError(f"{name}: {expected}, not {value!r}")
+
+
+def number(kind: type, least: float, most: float = 10**9) -> Callable[[str], float]:
+    """The same check as an argparse type."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        check_number(text, value, kind, least, most)
+        return value
+
+    parse.__name__ = f"{kind.__name__} ({least} to {most})"  # argparse: invalid int (1 to 9) value
+    return parse
 
 
 def check_tau(tau: float, metric: str) -> None:
@@ -73,7 +73,7 @@ def check_request(prompt: list[int], max_new: int, vocab_size: int) -> None:
     are_ids = all(isinstance(token, Integral) and 0 <= token < vocab_size for token in prompt)
     if len(prompt) == 0 or not are_ids:  # `not prompt` is an error for a tensor
         raise UserError(f"a prompt must be a list of token ids below {vocab_size}, at least one")
-    check_number("max_new", max_new, int, 1, 10**9)
+    check_number("max_new", max_new, int, 1)
 
 
 def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:

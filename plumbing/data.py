@@ -30,15 +30,12 @@ class Example:
 def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) -> Example:
     """A row as an example: the last assistant turn is the response, all before it the prompt.
 
-    A row has `messages`, or a `prompt` (or `question`) and a `response` (or `completion`). The
-    `finish_reason` "length" says that the response was cut and does not end its turn. `"masks":
-    false` says to apps.low_rank that the response is not the likeliest (drawn at a temperature,
-    say).
+    `"finish_reason": "length"` says that the response was cut and does not end its turn; `"masks":
+    false` that apps.low_rank trains no masks on it. UserError says why a row cannot be used.
 
-    ends: all tokens at which a decoder would stop. The first ends the response. UserError says why
-    a row cannot be trained on.
+    ends: all tokens at which a decoder would stop; the first ends the response.
     """
-    messages = conversation(row)
+    messages = conversation(row, with_response=True)
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
     if not messages:
@@ -59,8 +56,7 @@ def make_example(row: dict, chat: Chat, ends: tuple[int, ...], max_length: int) 
 
 def encode_prompt(row: dict, chat: Chat) -> list[int]:
     """Token ids of a row that asks, by the rules of training; a `response` is left out."""
-    answers = ("response", "completion")
-    messages = conversation({name: row[name] for name in row if name not in answers})
+    messages = conversation(row, with_response=False)
     if messages[-1]["role"] == "assistant":
         raise UserError("the last message is the assistant's")
     if all(message["role"] == "system" for message in messages):
@@ -70,18 +66,22 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
     return chat.encode_prompt(messages)
 
 
-def conversation(row: dict) -> list[dict]:
-    """The messages of a row, its `response` included; UserError if one is not plain text."""
+def conversation(row: dict, with_response: bool) -> list[dict]:
+    """A row's `messages`, or its `prompt` as one; UserError if one is not plain text."""
     messages = row.get("messages")
-    if not messages and "prompt" in row:
-        messages = [{"role": "user", "content": row["prompt"]}]
+    prompt = row.get("prompt")
+    if prompt is None:
+        prompt = row.get("question")  # GSM8K's name
+    if not messages and prompt is not None:
+        messages = [{"role": "user", "content": prompt}]
     is_list = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not is_list or not messages:
         raise UserError("neither messages nor a prompt")
-    if row.get("response") is None and "completion" in row:  # TRL's name
-        row = row | {"response": row["completion"]}
-    if "response" in row and messages[-1].get("role") != "assistant":
-        messages = [*messages, {"role": "assistant", "content": row["response"]}]
+    response = row.get("response")
+    if response is None:
+        response = row.get("completion")  # TRL's name
+    if with_response and response is not None and messages[-1].get("role") != "assistant":
+        messages = [*messages, {"role": "assistant", "content": response}]
     for message in messages:
         if message.get("function_calls") or message.get("tool_calls"):
             raise UserError("a tool call")  # the content lacks it
@@ -133,7 +133,7 @@ class Dataset:
 
     @property
     def num_usable(self) -> int:
-        """How many rows train; in a long file those that cannot be used count, too."""
+        """How many rows train. A long file is not read through: all its rows count."""
         is_long = len(self.first) == READ_AHEAD
         return len(self.training) if is_long else len(self.first)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import zlib
 from array import array
 from pathlib import Path
@@ -10,6 +11,8 @@ from tqdm import tqdm
 
 from .errors import UserError, failure_as
 from .processes import leads
+
+EXPECTED = 'expected JSONL, lines like {"prompt": "...", "response": "..."}'
 
 
 class JsonlFile:
@@ -22,6 +25,7 @@ class JsonlFile:
         self.file = open(path, "rb")
         if not self.file.seekable():
             raise UserError(f"{path}: a pipe, but rows are read in any order; write it to a file")
+        self.version = self.size_and_time()
         offset = 0
         lines = tqdm(self.file, desc=str(path), leave=False, delay=2, disable=not leads())
         for number, line in enumerate(lines, start=1):
@@ -31,24 +35,30 @@ class JsonlFile:
             offset += len(line)
             self.checksum = zlib.crc32(line, self.checksum)
         if not self.offsets:
-            raise UserError(f"{path}: empty; expected one JSON object per line")
+            raise UserError(f"{path}: empty; {EXPECTED}")
+
+    def size_and_time(self) -> tuple[int, int]:
+        status = os.fstat(self.file.fileno())
+        return status.st_size, status.st_mtime_ns
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def __getitem__(self, index: int) -> dict:
+        changed = f"{self.path}: was changed since the start; put it back, or begin again"
+        if self.size_and_time() != self.version:
+            raise UserError(changed)
         self.file.seek(self.offsets[index])
-        return parse_object(self.file.readline(), f"{self.path}:byte {self.offsets[index]}")
+        with failure_as(changed):
+            return json.loads(self.file.readline())
 
 
 def parse_object(line: bytes | str, where: str) -> dict:
     """The JSON object in a line; anything else is a UserError."""
-    with failure_as(f"{where}: not JSON; is the line cut short, or the file compressed?"):
+    with failure_as(f"{where}: {EXPECTED}; is the line cut short, or the file compressed?"):
         row = json.loads(line)
     if not isinstance(row, dict):
-        raise UserError(f"{where}: not a JSON object but {str(row)[:40]}")
-    if row.get("prompt") is None and "question" in row:  # as in GSM8K
-        row["prompt"] = row["question"]
+        raise UserError(f"{where}: {EXPECTED}, not {str(row)[:40]}")
     return row
 
 

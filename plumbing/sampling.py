@@ -25,14 +25,15 @@ class GumbelNoise:
         """Noise (R, C, V). wanted: for each row, index and position of each token it predicts."""
         noise = torch.zeros(len(wanted), num_columns, self.num_tokens, device=self.device)
         drawn = {}
-        for of_row, keys in zip(noise, wanted):
-            for of_column, key in zip(of_row, keys):
+        for row, keys in enumerate(wanted):
+            for column, key in enumerate(keys):
                 one = drawn.get(key)  # several positions may predict the same place
                 if one is None:
                     one = self.kept.get(key)
                 if one is None:
                     one = gumbel_noise(self.seed, *key, self.num_tokens, self.device)
-                drawn[key] = of_column.copy_(one)
+                drawn[key] = one
+                noise[row, column] = one
         self.kept = drawn
         return noise
 

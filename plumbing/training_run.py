@@ -24,9 +24,7 @@ from .processes import leads, say
 
 SHOWN = ("step", "noisy", "clean", "tokens_per_s")
 
-
-# Options that a resumed run may change: where it runs and how it computes (with --dtype in other
-# rounding), not what it learns.
+# Options that a resumed run may change: where and how it computes, not what it learns.
 MAY_CHANGE = "data out resume save_every device dtype batch_tokens checkpoint_layers".split()
 
 
@@ -80,10 +78,8 @@ class Run:
     def open_log(self) -> None:
         """Open the log, without the steps to be made again; remove what a kill left half-done."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for pattern in ("checkpoints/step-*.tmp", "saving-*.tmp"):
-            for path in self.out.glob(pattern):
-                shutil.rmtree(path)
-        # The steps that no checkpoint holds are made, and logged, again.
+        for path in (*self.out.glob("checkpoints/step-*.tmp"), *self.out.glob("saving-*.tmp")):
+            shutil.rmtree(path)
         self.log_file = open(self.out / "log.jsonl", "a+")
         self.log_file.seek(0)
         for _ in range(self.step):

@@ -31,8 +31,8 @@ BAD_OPTIONS = [
     ("decode --prompt ' '", "--prompt is empty"),
     (f"decode --prompt '{'plums ' * 3000}'", "new ones exceed the"),
     ("decode --device cuda:99", "device cuda:99: this machine has none"),
-    ("train --block 1000", "--block: expected 1 to 999, not 1000"),
-    ("train --lr nan", "--lr: expected 0 to 1000, not nan"),
+    ("train --block 1000", "--block: invalid int (1 to 999) value: '1000'"),
+    ("train --lr nan", "--lr: invalid float (0 to 1000) value: 'nan'"),
     ("train --max-length 4096", "--max-length 4096: the model has 2048 positions"),
     (f"train --model {ROOT / 'toy'}", "toy/config.json: cannot be read; is "),
     # The data come first: a model may have to be downloaded.
@@ -60,7 +60,7 @@ REPLY = {"role": "assistant", "content": "Ho"}
     [
         (b" \n\n", "in: empty; expected a prompt per line, or JSONL"),
         (b"?\n" + 3000 * b"plums ", "in:2: a prompt of 3"),
-        (b'{"prompt": "?"}\n\n{not json}', "in:3: not JSON"),
+        (b'{"prompt": "?"}\n\n{not json}', "in:3: expected JSONL, lines like {"),
         (b'[\n{"prompt": "?"}\n]', "in: one JSON array"),
         (b"ok\n\ncaf\xe9\n", "in: cannot be read as text in UTF-8"),
         ({"prompt": "?", "tau": 2}, "in:2: tau: expected float from 0 to 1, not 2"),

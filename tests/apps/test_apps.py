@@ -130,8 +130,8 @@ def test_prompts_from_a_file(answer):
     assert list(rows[0]) == shape and list(rows[2]) == [shape[0], "messages", *shape[2:]]
     assert [row["id"] for row in rows] == [1, "slow", None, 7, 9, 11, 13]  # else the line
     for row, asked, problem in zip(rows, given, problems):
-        assert row.get("prompt") == asked.get("prompt", asked.get("question"))
-        assert row.get("messages") == asked.get("messages")
+        for name in ("prompt", "question", "messages"):
+            assert row.get(name) == asked.get(name)
         assert row["response"].endswith(f"The answer is {problem['answer']}.")
         assert row["finish_reason"] == "stop"
     assert rows[1]["tokens"] == rows[1]["forwards"]

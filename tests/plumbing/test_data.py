@@ -1,6 +1,7 @@
 """Training data: the rows of a JSONL file, what of them is trained, the stream of steps."""
 
 import gzip
+import os
 from unittest import mock
 
 import pytest
@@ -27,7 +28,7 @@ def chat():
 def test_rows_are_found_by_byte_offset(tmp_path):
     """A BOM, characters of several bytes, blank lines, Windows line ends, no newline at the end."""
     path = tmp_path / "rows.jsonl"
-    text = '\ufeff{"prompt": "né 🙂"}\n\n{"question": "2"}\r\n   \n{"prompt": "三"}'
+    text = '\ufeff{"prompt": "né 🙂"}\n\n{"prompt": "2"}\r\n   \n{"prompt": "三"}'
     path.write_bytes(text.encode())
     rows = JsonlFile(path)
     assert len(rows) == 3 and [rows[i]["prompt"] for i in (2, 0, 1)] == ["三", "né 🙂", "2"]
@@ -39,9 +40,11 @@ def test_rows_are_found_by_byte_offset(tmp_path):
     "content, message",
     [
         (b"", "empty"),
-        (b'{"a": 1}\n\n[1, 2]\n', "bad.jsonl:3: not a JSON object"),
-        (b'{"a": "1"}\r\n{"a": "2', "bad.jsonl:2: not JSON; is the line cut short"),
-        (gzip.compress(b"{}", mtime=0), "bad.jsonl:1: not JSON; .* or the file compressed?"),
+        (b'{"a": 1}\n\n[1, 2]\n', "bad.jsonl:3: expected JSONL, .* not .1, 2"),
+        (b'{"a": "1"}\r\n{"a": "2', "bad.jsonl:2: expected JSONL, .* is the line cut short"),
+        (gzip.compress(b"{}", mtime=0), "bad.jsonl:1: expected .* or the file compressed?"),
+        # A CSV file was said to be cut short or compressed.
+        (b"prompt,response\n?,!\n", 'bad.jsonl:1: expected JSONL, lines like {"prompt": "...", "r'),
     ],
 )
 def test_bad_data_files(tmp_path, content, message):
@@ -64,11 +67,11 @@ def test_the_last_assistant_turn_is_trained(chat):
     assert example.tokens[: example.prompt_length] == chat.encode_prompt([user, assistant, user])
     answered = {"id": 1, "messages": [user, assistant, user], "response": last["content"]}
     assert make_example(answered, chat, ENDS, 512) == example  # as apps.batch writes it
-    for name in ("response", "completion"):  # the second is TRL's
-        row = {"messages": [], "prompt": "the user", "response": None, name: last["content"]}
-        assert make_example(row, chat, ENDS, 512) == make_example(
-            {"messages": [user, last]}, chat, ENDS, 512
-        )
+    expected = make_example({"messages": [user, last]}, chat, ENDS, 512)
+    for asks, answers in (("prompt", "response"), ("question", "completion")):  # GSM8K's, TRL's
+        row = {"messages": [], "prompt": None, "response": None}
+        row |= {asks: user["content"], answers: last["content"]}
+        assert make_example(row, chat, ENDS, 512) == expected
 
 
 def test_a_cut_response_has_no_end_of_turn_target(chat):
@@ -108,9 +111,9 @@ def test_unusable_rows_say_why(chat):
         ({"text": "Hi"}, "neither messages nor a prompt"),
         ({"messages": "user: ?"}, "neither messages"),
         ({"prompt": ["?"], "response": "!"}, "content that is not text"),
-        ({"prompt": "Hi", "response": None}, "content that is not text"),
+        ({"prompt": "Hi", "response": 5}, "content that is not text"),
         ({"prompt": "Hi", "response": ""}, "an empty response"),
-        ({"prompt": "Hi"}, "no assistant turn"),
+        ({"prompt": "Hi", "response": None}, "no assistant turn"),
         ({"messages": [turn, {**reply, "function_calls": "f(1)"}, turn, reply]}, "a tool call"),
         ({"messages": [turn, {**reply, "tool_calls": [{}]}, turn, reply]}, "a tool call"),
         ({"prompt": "Hi", "response": "half \ud83d"}, "not valid Unicode"),
@@ -166,10 +169,21 @@ def test_a_file_without_a_usable_row_stops(chat, tmp_path):
         Dataset(rows, chat, ENDS, max_length=512, seed=0)
 
 
-def test_a_file_that_changes_meanwhile_stops(chat, tmp_path):
-    """Its rows were skipped as if they were unusable, and the run looked for one forever."""
-    rows = write(tmp_path / "d.jsonl", [{"prompt": "?", "response": str(i)} for i in range(50)])
+@pytest.mark.parametrize(
+    "edit, seconds",
+    [
+        (lambda text: text[:99], 0),
+        (lambda text: text.replace("Mia", "Tom"), 1),  # all lines keep their lengths
+        (lambda text: text.replace("{", "?"), 0),  # a file system's clock may be coarse
+    ],
+)
+def test_a_file_that_changes_meanwhile_stops(chat, tmp_path, edit, seconds):
+    """Its rows were skipped as if they were unusable, and the run looked for one forever. An edit
+    that moved no line was not noticed, and trained on."""
+    rows = write(tmp_path / "d.jsonl", [{"prompt": "Mia?", "response": str(i)} for i in range(50)])
     stream = Dataset(rows, chat, ENDS, max_length=512, seed=0)
-    rows.path.write_text("")
-    with pytest.raises(UserError, match="d.jsonl:byte .*not JSON"):
+    time = rows.path.stat().st_mtime_ns + seconds * 10**9
+    rows.path.write_text(edit(rows.path.read_text()))
+    os.utime(rows.path, ns=(time, time))
+    with pytest.raises(UserError, match="d.jsonl: was changed since the start; put it back, or"):
         stream.next_batch(60)
