@@ -32,9 +32,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from decode import generate
 from model import GENERATE, Qwen2, add_mask_token, initialize, load, read_config, visible
 from plumbing import cpu, processes
-from plumbing.arguments import Parser, find_device, number
+from plumbing.arguments import Parser, find_device, number, out_directory
 from plumbing.attention import attend_flex, block_mask
 from plumbing.chat import Chat
 from plumbing.data import Dataset, Example
@@ -42,6 +43,7 @@ from plumbing.errors import UserError, run_main
 from plumbing.files import locate
 from plumbing.jsonl import JsonlFile
 from plumbing.packing import own_rows, round_up, shared_rows
+from plumbing.terminal import decode_command
 from plumbing.training_run import Run, find_progress
 
 # --------------------------------------------------------------------------------------- the method
@@ -315,7 +317,7 @@ def train(
         record = {
             "step": step,
             "noisy": round(noisy, 5),  # 0 for --objective sft
-            "clean": round(clean, 5),
+            run.second_loss: round(clean, 5),
             "lr": rate,
             "grad_norm": round(norm, 4),
             "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
@@ -334,7 +336,8 @@ def train(
             return stop
     last = clean_losses[-math.ceil(recipe.steps / 10) :]
     if last:  # a run that was complete already made no step
-        processes.say(f"clean, mean of the last {len(last)} steps: {sum(last) / len(last):.3f}")
+        mean = sum(last) / len(last)
+        processes.say(f"{run.second_loss}, mean of the last {len(last)} steps: {mean:.3f}")
     return 0
 
 
@@ -348,7 +351,7 @@ def training_parser(description: str) -> Parser:
     add("--data", type=Path, required=True, help='JSONL: {"messages"} or {"prompt", "response"}')
     start = "to start from; without weights: random ones"
     parser.add_model("Qwen/Qwen2.5-0.5B-Instruct", start, dtypes=("float32", "bfloat16"))
-    add("--out", type=Path, default=Path("out"), help="the model (bfloat16), log, checkpoints/")
+    add("--out", type=out_directory, default="out", help="the model (bfloat16), log, checkpoints/")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     add("--block", type=number(int, 1, 999), default=4, help="B, masks in a block")
     add("--epochs", type=number(int, 1), default=5, help="passes over the data")
@@ -447,6 +450,27 @@ def announce(args: argparse.Namespace, model: Qwen2, recipe: Recipe, data: Datas
         processes.say("fewer than 50 steps: enough if all responses are alike; else raise --epochs")
 
 
+def say_what_next(args: argparse.Namespace, model: Qwen2, recipe: Recipe, run: Run) -> None:
+    """Say how to go on after the last step, and show one answer of the model that was saved."""
+    megabytes = sum(path.stat().st_size for path in args.out.glob("checkpoints/*/*")) / 1e6
+    processes.say(
+        f"{args.out}/checkpoints ({megabytes:,.0f} MB) serves --resume, and may be deleted"
+    )
+    if recipe.block is None:
+        words = f"--model {args.out} --data {args.data} --out {args.out}-mars"
+        processes.say(f"the next stage: python train.py {words}")
+    processes.say(decode_command(args.out))
+    if dist.is_initialized():
+        return
+    [example, *_] = run.data.held_out + run.data.first
+    prompt = example.tokens[: example.prompt_length]
+    saved, chat = load(str(args.out), model.device, recipe.dtype)
+    tau = 1 if recipe.block is None else None
+    [answer] = generate(saved, [prompt], tau=tau, max_new=args.max_length - len(prompt))
+    figures = f"{len(answer.tokens)} tokens in {answer.forwards} forwards"
+    processes.say(f"{chat.decode(answer.token_ids)}\n({figures})")
+
+
 def main() -> None:
     args = make_parser().parse_args()
     block = args.block if args.objective == "mars" else None
@@ -456,6 +480,8 @@ def main() -> None:
         processes.shard(model, recipe.dtype)
     with run:
         stop = train(model, held_out, run, recipe)
+    if not stop:
+        say_what_next(args, model, recipe, run)
     if dist.is_initialized():
         dist.barrier()  # the process that hosts the rendezvous must not end first
         dist.destroy_process_group()  # else gloo may abort a process that ends

@@ -7,6 +7,8 @@ transformers reads the file. It leaves out a rule of each tokenizer: they are pu
 The weights in such a file have no checksum: a damaged number among them is not noticed.
 """
 
+import contextlib
+import io
 import json
 import tempfile
 from pathlib import Path
@@ -17,10 +19,11 @@ from tokenizers.pre_tokenizers import Digits, Sequence
 from torch import Tensor
 
 from model import parse_config
-from plumbing.arguments import Parser
+from plumbing.arguments import Parser, new_model
 from plumbing.chat import Chat
-from plumbing.errors import UserError, exit_on_sigterm, failure_as, require, run_main
-from plumbing.files import has_model, save, write_json
+from plumbing.errors import exit_on_sigterm, failure_as, require, run_main
+from plumbing.files import save, write_json
+from plumbing.terminal import decode_command, note
 
 UNUSED = 5  # a type of token: the name of a row of padding
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -101,9 +104,10 @@ def read_model(file: Path, fields: dict) -> tuple[dict, dict[str, Tensor]]:
 def unpack(file: Path, directory: Path) -> None:
     """Write a checkpoint with the weights, the tokenizer and the chat template of a GGUF file."""
     require("gguf", "-r apps/requirements.txt")
-    if has_model(directory):
-        raise UserError(f"{directory}: has a model; choose another directory")
-    with failure_as(f"{file}: missing, damaged, or not of a Llama like SmolLM2 or a Qwen2"):
+    with (
+        failure_as(f"{file}: missing, damaged, or not of a Llama like SmolLM2 or a Qwen2"),
+        contextlib.redirect_stderr(io.StringIO()),  # transformers' progress bars
+    ):
         fields = read_fields(file)
         chat = read_chat(file, fields)
         config, weights = read_model(file, fields)
@@ -113,10 +117,11 @@ def unpack(file: Path, directory: Path) -> None:
 def main() -> None:
     parser = Parser("Write a GGUF file of a Llama or Qwen2 as an ordinary checkpoint.")
     parser.add_argument("file", metavar="FILE", type=Path, help="a GGUF file")
-    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="the directory to write")
+    parser.add_argument("directory", metavar="DIRECTORY", type=new_model, help="the one to write")
     args = parser.parse_args()
     exit_on_sigterm()
     unpack(args.file, args.directory)
+    note(decode_command(args.directory))
 
 
 if __name__ == "__main__":

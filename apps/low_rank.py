@@ -8,8 +8,8 @@ are train.py's. There all weights learn, and what masks learn changes what the m
     directions of W's input: a change along these is felt by masks, and hardly by clean tokens;
   * of the embedding only the row of `<|mask|>` learns;
   * the loss is noisy + WEIGHT * drift: the cross-entropy of the masks, and KL(original || model)
-    of the clean stream's predictions. In the log drift is called clean. If masks were trained
-    before, --original names the model before that: the drift of all trainings is held, together;
+    of the clean stream's predictions. If masks were trained before, --original names the model
+    before that: the drift of all trainings is held, together;
   * a row with `"masks": false` has no masks. That is for answers that were drawn at a temperature:
     masks should guess the likeliest answer.
 The model that is saved is an ordinary one. To find the directions takes 8 bytes per layer and
@@ -228,6 +228,7 @@ def main() -> None:
     original, _ = load(args.original or args.model)  # refuses a model without weights, too
     model, recipe, run = train.prepare(args, args.block)
     run.export_weights = merged
+    run.second_loss = "drift"
     recipe = replace(recipe, ar_weight=args.hold)
     original.to(model.device, recipe.dtype)
     if original.config.vocab_size != model.config.vocab_size:
@@ -243,6 +244,7 @@ def main() -> None:
         stop = train.train(model, held_out, run, recipe, backward)
     if stop:
         sys.exit(128 + stop)
+    train.say_what_next(args, model, recipe, run)
 
 
 if __name__ == "__main__":

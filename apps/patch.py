@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from model import GENERATE, load
-from plumbing.arguments import Parser, number
+from plumbing.arguments import Parser, new_model, number
 from plumbing.errors import UserError, exit_on_sigterm, failure_as, run_main
-from plumbing.files import atomic_write, has_model, save
+from plumbing.files import atomic_write, save
 from plumbing.terminal import note
 
 FACTS = "facts"  # the tensor that holds the bytes of a JSON object
@@ -124,8 +124,6 @@ def make(base: str, tuned: str, file: Path, rank: int) -> None:
 
 def apply(base: str, file: Path, out: Path, any_weights: bool) -> None:
     """Write the directory `out`: base and patch. UserError if the patch is for another model."""
-    if has_model(out):
-        raise UserError(f"{out}: has a model; choose another directory")
     patch, facts = read_patch(file)
     model, chat = load(base)
     weights = model.state_dict()
@@ -151,7 +149,7 @@ def main() -> None:
     use = commands.add_parser("apply", description="Write a model: base and patch.")
     use.add_argument("base", help="a directory or hub id")
     use.add_argument("file", type=Path, help="the patch")
-    use.add_argument("out", type=Path, help="the directory to write")
+    use.add_argument("out", type=new_model, help="the directory to write")
     use.add_argument("--any-weights", action="store_true", help="even if the base has others")
     args = parser.parse_args()
     exit_on_sigterm()

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Callable
 from numbers import Integral
+from pathlib import Path
 
 import torch
 
 from .cpu import can_pack
 from .errors import UserError, failure_as
+from .files import has_model
 from .terminal import note
 
 
@@ -60,6 +62,21 @@ def number(kind: type, least: float, most: float = 10**9) -> Callable[[str], flo
 
     parse.__name__ = f"{kind.__name__} ({least} to {most})"  # argparse: invalid int (1 to 9) value
     return parse
+
+
+def out_directory(text: str) -> Path:
+    """An argparse type: a directory to write, perhaps a new one, in which no file is in the way."""
+    for path in (Path(text), *Path(text).parents):
+        if path.exists() and not path.is_dir():
+            raise argparse.ArgumentTypeError(f"{path} is a file; choose another directory")
+    return Path(text)
+
+
+def new_model(text: str) -> Path:
+    """An argparse type: a directory without a model."""
+    if has_model(out_directory(text)):
+        raise argparse.ArgumentTypeError(f"{text} has a model; choose another directory")
+    return Path(text)
 
 
 def check_tau(tau: float, metric: str) -> None:

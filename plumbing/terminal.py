@@ -43,6 +43,11 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def decode_command(directory: object) -> str:
+    """What to do with a model that was made."""
+    return f'{directory} holds a model: python decode.py --model {directory} --prompt "..."'
+
+
 def statistics(num_tokens: int, num_forwards: int, seconds: float) -> str:
     per_forward = num_tokens / max(1, num_forwards)
     return f"{per_forward:.2f} tokens per forward, {num_tokens / seconds:.0f} tok/s"

@@ -22,7 +22,7 @@ from .files import has_model, save
 from .jsonl import JsonlFile
 from .processes import leads, say
 
-SHOWN = ("step", "noisy", "clean", "tokens_per_s")
+SHOWN = ("step", "noisy", "clean", "drift", "tokens_per_s")
 
 # Options that a resumed run may change: where and how it computes, not what it learns.
 MAY_CHANGE = "data out resume save_every device dtype batch_tokens checkpoint_layers".split()
@@ -63,6 +63,7 @@ class Run:
     num_steps: int
     generate: Path  # of `files.save`
     export_weights: Callable[[nn.Module], dict] = whole_weights  # of the model for its users
+    second_loss: str = "clean"  # its name in the log
 
     def __enter__(self) -> "Run":
         self.checkpoints = Checkpoints(self.out / "checkpoints")
@@ -101,7 +102,7 @@ class Run:
         if leads():
             self.log_file.write(json.dumps(record) + "\n")
             self.log_file.flush()
-        self.bar.set_postfix({name: record[name] for name in SHOWN})
+        self.bar.set_postfix({name: record[name] for name in SHOWN if name in record})
         self.bar.update()
         if self.bar.disable and time.monotonic() > self.last_line + 60:
             self.last_line = time.monotonic()

@@ -133,7 +133,7 @@ def test_a_step_by_hand(monkeypatch):
     ours = tiny_model(random.Random(1))
     theirs = tiny_model(random.Random(1))
     recipe = Recipe(MASK, block, ar_weight=0.3, lr=0.02, steps=4, batch_tokens=128)
-    run = mock.Mock()
+    run = mock.Mock(second_loss="clean")
     run.data.next_batch.return_value = examples
     run.resume.return_value = run.stop_signal.number = 0
     assert train.train(ours, [], run, recipe) == 0

@@ -192,8 +192,8 @@ def test_the_clean_stream_is_held(tmp_path):
         out = tmp_path / str(weight)
         assert run(*words, "--hold", weight, "--out", out).status == 0
         records = log(out)
-        assert records[0]["clean"] == pytest.approx(0, abs=1e-5)
-        drift[weight] = records[-1]["clean"]
+        assert records[0]["drift"] == pytest.approx(0, abs=1e-5)
+        drift[weight] = records[-1]["drift"]
         assert load(str(out))[0].config.block == 3
     assert 0 < 3 * drift[8] < drift[0]
 
@@ -202,7 +202,7 @@ def test_another_model_is_held_to(words, tmp_path):
     """The drift of several trainings added up, for each held to the model that it began with."""
     words += ("--model", ROOT / "toy/mars", "--original", ROOT / "toy/sft")
     assert run(*words, "--steps", 1, "--out", tmp_path / "out").status == 0
-    assert log(tmp_path / "out")[0]["clean"] > 1e-4
+    assert log(tmp_path / "out")[0]["drift"] > 1e-4
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
