@@ -2,18 +2,19 @@
 
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 from commands import MARS, PROMPT, command
 from common import ROOT, toy_prompts
 
 from apps.trace import make_page, trace
-from decode import Decoder, Options, generate
+from decode import Options, generate
 from model import load
 
 SETTINGS = [
     {"tau": 0.8},
-    {"tau": 0.5, "block": 6},
+    {"tau": 0.5, "block": 6, "guard": True},
     {"tau": 0.4, "metric": "margin", "block_cache": 8},
     {"tau": 0.3, "metric": "entropy"},
     {"tau": 0.6, "temperature": 1.0},
@@ -32,9 +33,7 @@ def toy():
 def page_of(toy, prompt: list[int], shown: str = PROMPT, **settings) -> str:
     model, chat = toy
     options = Options(**settings)
-    decoder = Decoder(model, options, rows=1, longest=len(prompt) + options.max_new)
-    decoder.add(prompt)
-    return make_page(shown, options, trace(decoder, chat))
+    return make_page(shown, options, trace(model, chat, prompt, options))
 
 
 def facts_of(page: str) -> dict:
@@ -45,16 +44,19 @@ def facts_of(page: str) -> dict:
 def assert_follows(forward: dict, following: dict, options: Options) -> None:
     """What passed tau is what was accepted; lossless, what the next forward checked."""
     tokens = [token for token, _ in forward["candidates"]]
+    assert following["checked"] == forward["guesses"]
     if options.is_lossless:
-        assert following["checked"] == tokens[: forward["passed"]] + forward["looked_up"]
+        assert forward["guesses"][: forward["passed"]] == tokens[: forward["passed"]]
         assert forward["tokens"][: forward["held"]] == forward["checked"][: forward["held"]]
         assert len(forward["tokens"]) == forward["held"] + 1
         num_new = 1
     else:
         passes = [True]  # the first always does
-        for _, confidence in forward["candidates"][1:]:
+        least = {"confirmed": options.tau, "silent": 1 - (1 - options.tau) / 20, "contradicted": 2}
+        words = forward.get("witness", ["confirmed"] * len(tokens))
+        for word, (_, confidence) in zip(words, forward["candidates"][1:]):
             is_entropy = options.metric == "entropy"
-            passes.append(confidence <= options.tau if is_entropy else confidence >= options.tau)
+            passes.append(confidence <= options.tau if is_entropy else confidence >= least[word])
         assert forward["tokens"] == tokens[: forward["passed"]]
         assert forward["passed"] == [*passes, False].index(False)
         num_new = len(forward["tokens"])
@@ -80,6 +82,7 @@ def test_the_page_says_what_a_decoder_does_that_nobody_watches(toy, settings):
             assert_follows(forward, following, options)
     if options.is_lossless:
         assert any(forward["held"] for forward in forwards)
+        assert forwards[-1]["candidates"] == []  # the page said that they are checked next
 
 
 def test_no_text_becomes_html(toy):
@@ -96,3 +99,21 @@ def test_the_command(tmp_path):
     done = command("apps.trace", *MARS, "--prompt", PROMPT, "--tau", 0.8, page)
     assert done.status == 0 and "page.html: open it" in done.err
     assert facts_of(page.read_text(encoding="utf-8"))["prompt"] == PROMPT
+
+
+def test_the_picture(toy, tmp_path):
+    """A beat for each forward, with its tokens. docs/decoding.svg is the one of this version."""
+    prompt = "Mia has 5 bags with 12 plums in each. How many plums is that?"
+    command("apps.trace", *MARS, "--prompt", prompt, tmp_path / "picture.svg")
+    svg = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+    assert svg == (ROOT / "docs/decoding.svg").read_text(encoding="utf-8") and len(svg) < 40000
+    beats = ElementTree.fromstring(svg).findall("{*}g[@style]")
+    beats = [beat.findall("{*}text") for beat in beats if beat.get("class").startswith("yes")]
+    for tau in (1, None):
+        tokens = toy[1].encode_prompt([{"role": "user", "content": prompt}])
+        [answer] = generate(toy[0], [tokens], tau=tau)
+        mine, beats = beats[: answer.forwards], beats[answer.forwards :]
+        assert [len(beat) for beat in mine] == answer.num_accepted
+        text = "".join(box.text for beat in mine for box in beat).replace("\xa0", " ")
+        assert text == toy[1].tokenizer.decode(answer.tokens, skip_special_tokens=False)
+    assert beats == []
