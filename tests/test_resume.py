@@ -51,28 +51,22 @@ def test_killed_at_any_instant_it_goes_on_bit_for_bit(tmp_path, run):
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
     finish(start(*words, "--out", whole))
-    rng = random.Random()
     during_a_save = 0
-    newest = 0
     for kill in range(kills):
         process = start(*words, "--out", killed, "--resume")
         before = num_logged(killed)
         wait_for(lambda before=before: num_logged(killed) > before, process)
         if kill % 2:
             wait_for(lambda: list(killed.glob("checkpoints/*.tmp")), process)
-            time.sleep(rng.uniform(0, 0.01))
-        else:
-            time.sleep(rng.uniform(0, 0.3))
+        time.sleep(random.uniform(0, 0.01 if kill % 2 else 0.3))
         process.kill()
         process.communicate()
         during_a_save += bool(list(killed.rglob("*.tmp")))
-        steps = [0]
+        step = 0
         for checkpoint in checkpoints(killed):
-            steps.append(json.loads((checkpoint / "progress.json").read_text())["step"])
-            assert str(steps[-1]) in checkpoint.name
+            step = json.loads((checkpoint / "progress.json").read_text())["step"]
             assert len(checkpoint_tensors(checkpoint, tmp_path)) > 50
-        assert newest <= steps[-1] and num_logged(killed) // 3 - 1 <= steps[-1] // 3
-        newest = steps[-1]
+        assert num_logged(killed) // 3 - 1 <= step // 3
     assert during_a_save
     finish(start(*words, "--out", killed, "--resume"))
     assert log(killed) == log(whole) and len(log(whole)) == 20 + 10 * kills
@@ -103,7 +97,7 @@ def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path, r
         shutil.copytree(out, out / "again")
         again = (*words, "--out", out / "again", "--resume")
         said = finish(start(*again, launcher=launcher, script=chunked))
-        assert "resumed at step 10" in said
+        assert "resumed at step 10" in said and said.count("python decode.py") == 1
     for out in (two, one / "again", two / "again"):
         assert len(log(out)) == 20
         for ours, theirs in zip(log(out), expected):
@@ -115,7 +109,7 @@ def test_two_processes_train_as_one_and_either_goes_on_for_the_other(tmp_path, r
 
 
 def test_a_signal_to_torchrun_saves_and_ends_the_run(tmp_path, run):
-    """To a run of one process: test_stopping."""
+    """To a run of one process: plumbing/test_training_run.py."""
     words = (*run, "--steps", 500, "--out", tmp_path)
     process = start(*words, launcher=TORCHRUN)
     wait_for(lambda: num_logged(tmp_path) >= 3, process)

@@ -2,11 +2,12 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
-from commands import command, is_refused
-from common import BASE, MASK, cases, save_model, tiny_model
+from commands import Done, command, is_refused
+from common import BASE, MASK, ROOT, cases, save_model, tiny_model
 from safetensors.torch import load_file
 
 from apps.patch import apply_patch, make_patch, read_patch, whole_numbers, write_patch
@@ -87,8 +88,9 @@ def test_matrices_that_training_left_alone():
 
 
 @pytest.fixture
-def models(tmp_path) -> tuple[str, str]:
-    """Directories of a base without a mask token of its own, and of what training made of it."""
+def models(tmp_path, monkeypatch) -> Path:
+    """A folder with a base that has no mask token of its own, what training made of it, and a patch
+    of the two."""
     config = Config(640, 48, 80, 2, 6, 2, 256, 5000.0, initializer_range=0.2, eos_token_id=(2,))
     model = initialize(config, 1)
     chat = Chat(BASE)
@@ -99,80 +101,68 @@ def models(tmp_path) -> tuple[str, str]:
     model.load_state_dict({name: torch.lerp(weights[name], far[name], 0.05) for name in far})
     model.config.block = 6
     save_model(model, chat, tmp_path / "tuned", torch.float32)
-    return str(tmp_path / "base"), str(tmp_path / "tuned")
-
-
-@pytest.fixture
-def file(models, tmp_path):
-    """A patch of these models."""
-    done = command("apps.patch", "make", *models, tmp_path / "patch", "--rank", 3)
+    monkeypatch.chdir(tmp_path)
+    done = command("apps.patch", "make", "base", "tuned", "patch", "--rank", 3)
     assert done.status == 0 and "MiB" in done.err
-    return tmp_path / "patch"
+    return tmp_path
 
 
-def test_a_patched_model(models, file, tmp_path):
+def apply(base: object, *words: str) -> Done:
+    return command("apps.patch", "apply", base, "patch", "out", *words)
+
+
+def test_a_patched_model(models):
     """What `apply` writes is nearly what training made, and has its block."""
-    base, tuned = models
-    assert command("apps.patch", "apply", base, file, tmp_path / "out").status == 0
-    ours, _ = load(str(tmp_path / "out"))
-    assert ours.config.block == 6 and read_patch(file)[1]["base"] == base
-    wanted = load_file(f"{tuned}/model.safetensors")
-    before = load(base)[0].state_dict()
+    assert apply("base").status == 0
+    ours, _ = load("out")
+    assert ours.config.block == 6 and read_patch(models / "patch")[1]["base"] == "base"
+    wanted = load_file("tuned/model.safetensors")
+    before = load("base")[0].state_dict()
     for name, weight in ours.state_dict().items():
         assert (weight - wanted[name]).norm() < 0.2 * (wanted[name] - before[name]).norm(), name
 
 
-def test_what_make_refuses(models, tmp_path):
+def test_what_make_refuses(models):
     """A file that is there, a model of another shape, a config that would spoil the weights."""
-    base, tuned = models
-    new = tmp_path / "new"
-    taken = f"{tuned}/model.safetensors"
-    assert is_refused(command("apps.patch", "make", base, tuned, taken), "is there already")
-    done = command("apps.patch", "make", base, "toy/mars", new)
-    assert is_refused(done, f"toy/mars: is not a training of {base}")
-    config = json.loads((tmp_path / "base/config.json").read_text())
-    (tmp_path / "base/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    done = command("apps.patch", "make", base, tuned, new)
-    assert is_refused(done, f"{tuned}: is not a training of {base}")
-    assert not new.exists()
+    make = ("apps.patch", "make", "base")
+    assert is_refused(command(*make, "tuned", "patch"), "patch: is there already")
+    done = command(*make, ROOT / "toy/mars", "new")
+    assert is_refused(done, "toy/mars: is not a training of base")
+    config = json.loads((models / "base/config.json").read_text())
+    (models / "base/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    assert is_refused(command(*make, "tuned", "new"), "tuned: is not a training of base")
+    assert not (models / "new").exists()
 
 
-def test_other_bases_are_refused_unless_asked_for(models, file, tmp_path):
-    base, tuned = models
-    out, other = tmp_path / "out", tmp_path / "other"
-    model, chat = load(base)
+def test_other_bases_are_refused_unless_asked_for(models):
+    model, chat = load("base")
     model.model.layers[0].input_layernorm.weight += 1
-    save_model(model, chat, other, torch.float32)
-    done = command("apps.patch", "apply", other, file, out)
-    assert is_refused(done, f"is for {base}; {other} has other weights (--any-weights")
-    done = command("apps.patch", "apply", "toy/mars", file, out, "--any-weights")
-    assert done.status == 2 and f"{file}: does not fit toy/mars (" in done.err
-    assert not out.exists()
-    assert command("apps.patch", "apply", other, file, out, "--any-weights").status == 0
-    patched, _ = load(str(out))
-    change = load(tuned)[0].model.norm.weight - load(base)[0].model.norm.weight
+    save_model(model, chat, models / "other", torch.float32)
+    message = "patch: is for base; other has other weights (--any-weights"
+    assert is_refused(apply("other"), message)
+    done = apply(ROOT / "toy/mars", "--any-weights")
+    assert done.status == 2 and f"patch: does not fit {ROOT}/toy/mars (" in done.err
+    assert not (models / "out").exists()
+    assert apply("other", "--any-weights").status == 0
+    patched, _ = load("out")
+    change = load("tuned")[0].model.norm.weight - load("base")[0].model.norm.weight
     assert torch.allclose(patched.model.norm.weight, model.model.norm.weight + change, atol=0.01)
-    (out / "config.json").unlink()  # weights without a config are not replaced, either
-    done = command("apps.patch", "apply", other, file, out, "--any-weights")
-    assert is_refused(done, f"{out}: has a model")
+    (models / "out/config.json").unlink()  # weights without a config are not replaced, either
+    assert is_refused(apply("other", "--any-weights"), "out has a model; choose another directory")
 
 
-def test_damaged_patches_are_refused(models, file, tmp_path):
+def test_damaged_patches_are_refused(models):
     """Any change of a file is noticed, and nothing is written for one that does not fit."""
-    apply = ("apps.patch", "apply", models[0])
-    out = tmp_path / "out"
+    file = models / "patch"
     patch, facts = read_patch(file)
     whole = file.read_bytes()
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
-    for content in (b"", whole[:5000], changed, (tmp_path / "base/model.safetensors").read_bytes()):
+    for content in (whole[:5000], changed, (models / "base/model.safetensors").read_bytes()):
         file.write_bytes(content)
-        done = command(*apply, file, out)
-        assert is_refused(done, f"{file}: missing, damaged, or not a patch")
+        assert is_refused(apply("base"), "patch: missing, damaged, or not a patch")
     scale = "model.layers.0.mlp.up_proj.weight.scale"
-    without_scale = {name: tensor for name, tensor in patch.items() if name != scale}
-    for tensors in (without_scale, patch | {scale: torch.ones(2)}):
-        write_patch(file, tensors, facts)
-        done = command(*apply, file, out)
-        assert done.status == 2 and done.err.count("\n") == 1, done.err
-        assert not list(tmp_path.glob("out/*"))
+    write_patch(file, patch | {scale: torch.ones(2)}, facts)
+    done = apply("base")
+    assert done.status == 2 and done.err.count("\n") == 1, done.err
+    assert not (models / "out").exists()
