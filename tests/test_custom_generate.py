@@ -1,6 +1,7 @@
 """custom_generate/generate.py, in transformers: the Decoder's tokens with a tau, else AR's."""
 
 import random
+import re
 from collections import Counter
 from functools import partial
 from itertools import product
@@ -155,12 +156,12 @@ def test_whose_options_they_are(toy):
     loader's options, and what plain generate ignores. The caller's own custom_generate was ignored,
     even one that does not exist."""
     options = {"tokenizer": transformers.AutoTokenizer.from_pretrained(TOY)}
-    cut = ar(toy, PROMPTS[0], stop_strings="makes", **options)
+    cut = ar(toy, PROMPTS[0], stop_strings="boxes", **options)
     assert 0 < len(cut) < 40
-    config = transformers.GenerationConfig(stop_strings=["makes"])
-    for way in ({"stop_strings": "makes"}, {"generation_config": config}):
+    config = transformers.GenerationConfig(stop_strings=["boxes"])
+    for way in ({"stop_strings": "boxes"}, {"generation_config": config}):
         assert run(toy, PROMPTS[0], **options, **way).tokens == cut
-    toy.generation_config.stop_strings = ["makes"]
+    toy.generation_config.stop_strings = ["boxes"]
     options |= {"revision": "main", "token": None, "local_files_only": True, "cache_dir": None}
     options |= {"force_download": False, "output_hidden_states": True, "max_new_tokens": 40}
     named = {"custom_generate": str(TOY), "trust_remote_code": True}
@@ -168,7 +169,7 @@ def test_whose_options_they_are(toy):
     for function in (partial(AR, toy, **named), partial(toy.generate, **named), toy.generate):
         assert function(ids, **options)[0].tolist() == PROMPTS[0] + cut
     toy.generation_config.stop_strings = None
-    assert toy.generate(ids, custom_generate=lambda model, text, **_: text).equal(ids)
+    assert toy.generate(ids, max_new_tokens=5, custom_generate=lambda _, text, **__: text).equal(ids)
     with pytest.raises(OSError, match="no/such"):
         toy.generate(ids, custom_generate="no/such", trust_remote_code=True)
 
@@ -182,3 +183,15 @@ def test_what_cannot_be_is_refused(toy):
     for options in refused:
         with pytest.raises(ValueError, match="^MARS.*" + ("empty" if "inputs" in options else "")):
             toy.generate(**{"inputs": torch.tensor([[5, 6, 7]]), "max_new_tokens": 3} | options)
+
+
+def test_its_folder(toy, monkeypatch, capsys):
+    """The README.md that it is saved with shows how to use it. Without trust_remote_code it is a
+    plain model; transformers 4 runs the code of any local folder."""
+    [lines] = re.findall(r"```python\n(.*?)```", (TOY / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    exec(lines, {})
+    assert capsys.readouterr().out.endswith("The answer is 60.<|im_end|> 9 forwards\n")
+    if transformers.__version__ >= "5":
+        plain = transformers.AutoModelForCausalLM.from_pretrained(TOY)
+        assert plain.generate.__func__ is AR
