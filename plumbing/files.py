@@ -124,7 +124,8 @@ def save(
     """Write a directory that `load`, transformers and any server of such models can read.
 
     config: the content of config.json; chat: a `Chat`; weights: a whole state_dict. generate: the
-    file by which transformers decodes with masks; it is copied if masks were trained.
+    file by which transformers decodes with masks. If masks were trained it is copied, and so is the
+    README.md of its model, which suits any, unless `directory` has its own.
     """
     config = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
     with all_or_nothing(directory) as folder:
@@ -138,3 +139,5 @@ def save(
         if generate and config.get("block"):
             (folder / "custom_generate").mkdir()
             shutil.copy(generate, folder / "custom_generate")
+            if not (directory / "README.md").exists():
+                shutil.copy(generate.parent.parent / "README.md", folder)

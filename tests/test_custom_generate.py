@@ -1,6 +1,7 @@
-"""custom_generate/generate.py, in transformers: the tokens are `naive`'s with a tau, else AR's."""
+"""custom_generate/generate.py, in transformers: the Decoder's tokens with a tau, else AR's."""
 
 import random
+import re
 from collections import Counter
 from functools import partial
 from itertools import product
@@ -8,196 +9,190 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import BASE, EOS, MASK, ROOT, cases, random_prompt, save_model, tiny_model, toy_prompts
+from common import BASE, EOS, MASK, ROOT, cases, random_prompt, tiny_model, toy_prompts
 
-from decode import naive
+import decode
 from model import load
 from plumbing.chat import Chat
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
-from custom_generate.generate import mars  # noqa: E402  it needs transformers
+from toy.mars.custom_generate.generate import generate  # noqa: E402  it needs transformers
 
 AR = transformers.GenerationMixin.generate
-AutoTokenizer = transformers.AutoTokenizer
+TOY = ROOT / "toy/mars"
+PROMPTS = toy_prompts(Chat(BASE))
 
 
-@pytest.fixture(autouse=True)
-def no_cache_of_code(tmp_path, monkeypatch):
-    """transformers copies the file that it runs to a folder of its own."""
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """toy/mars with its file, which transformers copies to a folder of its own and runs there."""
     modules = transformers.dynamic_module_utils
     monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-
-
-def open_folder(folder=ROOT / "toy/mars"):
     auto = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=torch.float64, trust_remote_code=True)
+    return auto.from_pretrained(TOY, dtype=torch.float64, trust_remote_code=True)
 
 
-def models(folder):
-    """Random tiny models and then the bundled one: ours, transformers', and a prompt."""
-    for seed in cases(5, 300):
+def random_models(seeds):
+    """Ours, the same in transformers, and a prompt that repeats itself."""
+    for seed in seeds:
         rng = random.Random(seed)
         ours = tiny_model(rng)
         ours.config.block = rng.randint(1, 6)
-        save_model(ours, Chat(BASE), folder / str(seed), dtype=torch.float64)
-        yield ours, open_folder(folder / str(seed)), random_prompt(rng, rng.randint(1, 40))
-    ours, chat = load()
-    theirs = open_folder()
-    for prompt in toy_prompts(chat)[: len(cases(2, 60))]:
-        yield ours.double(), theirs, prompt
+        config = ours.config.to_json() | {"eos_token_id": [EOS]}  # a tuple until it is JSON
+        config = transformers.AutoConfig.for_model(**config)
+        theirs = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+        theirs.load_state_dict(ours.state_dict(), strict=False)  # a tied head is there twice
+        theirs.generate = partial(generate, model=theirs)
+        yield ours, theirs, random_prompt(rng, rng.randint(1, 10)) * rng.randint(1, 4)
 
 
-def run(model, prompt: list[int], generate=None, **options):
+def run(model, prompt: list[int], function=None, **options):
     """The output, and the new tokens as output.tokens."""
-    ids = torch.tensor([prompt])
-    options = {"return_dict_in_generate": True, "pad_token_id": EOS} | options
-    output = (generate or model.generate)(ids, **options)
+    options = {"return_dict_in_generate": True, "pad_token_id": EOS, "max_new_tokens": 40} | options
+    output = (function or model.generate)(torch.tensor([prompt]), **options)
     output.tokens = output.sequences[0, len(prompt) :].tolist()
     return output
 
 
-def ar(model, prompt: list[int], max_new: int) -> list[int]:
-    """transformers' own greedy text, one token per forward, which never has a mask."""
+def ar(model, prompt: list[int], **options) -> list[int]:
+    """transformers' own text, one token per forward, which never has a mask."""
     plain = partial(AR, model, suppress_tokens=[model.config.mask_token_id])
-    return run(model, prompt, plain, max_new_tokens=max_new).tokens
+    return run(model, prompt, plain, **options).tokens
 
 
-def test_a_tau_is_naive(tmp_path):
-    """Tokens and forwards."""
-    for ours, theirs, prompt in models(tmp_path):
-        for tau in (0.3, 0.6, 0.9, 1):
-            calls = []
-            hook = ours.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-            tokens = naive(ours, prompt, tau, ours.config.block, max_new=30)
-            hook.remove()
-            done = run(theirs, prompt, tau=tau, max_new_tokens=30)
-            assert (done.tokens, done.num_forwards) == (tokens, len(calls)), tau
+def test_greedy(toy):
+    """Lossless it is transformers' own text; with a tau the tokens and forwards of naive or, with
+    guard, of the Decoder. Random texts repeat themselves, the bundled model's masks guess well."""
+    counts = Counter()
+    bundled = [(load()[0].double(), toy, prompt) for prompt in PROMPTS[: len(cases(2, 60))]]
+    for ours, theirs, prompt in [*random_models(cases(6, 300)), *bundled]:
+        done = run(theirs, prompt)
+        assert done.tokens == ar(theirs, prompt)
+        counts[theirs is toy] += len(done.tokens) - (1.4, 2.5)[theirs is toy] * done.num_forwards
+        for tau, guard in product((0.3, 0.8, 1), (False, True)):
+            options = {"tau": tau, "guard": guard}
+            [expected] = decode.generate(ours, [prompt], rows=1, max_new=40, **options)
+            done = run(theirs, prompt, **options)
+            assert (done.tokens, done.num_forwards) == (expected.tokens, expected.forwards), options
+            assert guard or done.tokens == decode.naive(ours, prompt, tau, ours.config.block, 40)
+            counts[tau, guard] += done.num_forwards
+    assert counts[False] > 0 and counts[True] > 0  # the gain of lossless decoding
+    assert counts[1, True] > counts[0.3, True] > counts[0.3, False] + 20
     # A probability of exactly tau passes. Here each token has the same, but for the mask.
-    model = open_folder()
-    model.lm_head.weight.data.zero_()
-    tau = 1 / (model.vocab_size - 1)
-    assert run(model, [5, 6, 7], tau=tau, eos_token_id=None, max_new_tokens=20).num_forwards == 4
+    toy.lm_head.weight.data.zero_()
+    tau = 1 / (toy.vocab_size - 1)
+    assert run(toy, [5, 6, 7], tau=tau, eos_token_id=None, max_new_tokens=20).num_forwards == 4
 
 
-def test_lossless_is_greedy_ar_in_fewer_forwards(tmp_path):
-    """Random texts repeat themselves (prompt lookup), the bundled model's masks guess well."""
-    tokens, forwards = Counter(), Counter()
-    for _, model, prompt in models(tmp_path):
-        done = run(model, prompt, max_new_tokens=40)
-        function = partial(AR, model, custom_generate=mars)
-        as_function = run(model, prompt, function, max_new_tokens=40)
-        assert done.tokens == as_function.tokens == ar(model, prompt, max_new=40)
-        tokens[model.vocab_size] += len(done.tokens)
-        forwards[model.vocab_size] += done.num_forwards
-    assert tokens[8] > 1.4 * forwards[8] and tokens[640] > 2.5 * forwards[640]
-
-
-def test_samples_are_ars(tmp_path):
-    """Two tokens, by a chi-square test against their probabilities; and a text is the one that
-    tau 1 draws with the same seed, also with a processor."""
+def test_samples_are_ars(toy):
+    """Two tokens have their probabilities, by a chi-square test; and a text is the one that tau 1
+    draws with the same seed, also with a processor."""
     options = {"do_sample": True, "temperature": 1.3, "top_k": 0, "eos_token_id": None}
-    _, model, prompt = next(models(tmp_path))
+    _, model, prompt = next(random_models([0]))
     torch.manual_seed(0)
-    num_draws = len(cases(300, 5000))
-    draws = [run(model, prompt, max_new_tokens=2, **options).tokens for _ in range(num_draws)]
-    counts = Counter(map(tuple, draws))
-    seen = torch.tensor([[counts[first, second] for second in range(8)] for first in range(8)])
-    texts = torch.tensor([[*prompt, first] for first in range(8)])
-    logits = model(texts).logits[:, -2:] / 1.3  # (8, 2, 8)
+    seen = torch.zeros(8, 8)
+    for _ in cases(300, 5000):
+        seen[tuple(run(model, prompt, max_new_tokens=2, **options).tokens)] += 1
+    logits = model(torch.tensor([[*prompt, first] for first in range(8)])).logits[:, -2:] / 1.3
     logits[..., MASK] = -torch.inf
-    probs = logits.softmax(-1)
-    expected = num_draws * probs[0, 0, :, None] * probs[:, 1]  # (8, 8)
+    probs = logits.softmax(-1)  # (8, 2, 8)
+    expected = seen.sum() * probs[0, 0, :, None] * probs[:, 1]  # (8, 8)
     chi2 = ((seen - expected) ** 2 / expected)[expected > 2]
     assert len(chi2) > 10 and chi2.sum() < len(chi2) + 4.5 * (2 * len(chi2)) ** 0.5
 
-    model = open_folder()
-    options |= {"max_new_tokens": 40, "repetition_penalty": 1.1}
-    for seed, prompt in enumerate(toy_prompts(Chat(BASE))[:3]):
-        torch.manual_seed(seed)
-        done = run(model, prompt, **options)
-        torch.manual_seed(seed)
-        assert done.tokens == run(model, prompt, tau=1, **options).tokens
-        assert done.num_forwards < 40
+    for seed, prompt in enumerate(PROMPTS[:3]):
+        texts = []
+        for tau in (None, 1):
+            torch.manual_seed(seed)
+            texts.append(run(toy, prompt, tau=tau, repetition_penalty=1.1, **options))
+        assert texts[0].tokens == texts[1].tokens and texts[0].num_forwards < 40
 
 
-def test_it_ends_exactly_there():
+def test_it_ends_exactly_there(toy):
     """At an end of turn, a length or a stopping criterion, also inside a run of accepted tokens; a
     streamer gets the prompt, then every token once, in order, and its end."""
-    prompt = toy_prompts(Chat(BASE))[0]
-    model = open_folder()
-    whole = ar(model, prompt, max_new=60)
-    end = torch.tensor([-1])
-    for tau, stop in product((None, 0.5), (1, 2, 3, 4, 7, len(whole))):
-        eos = whole[stop - 1]
-        first = whole[: whole.index(eos) + 1]
-        criterion = [lambda ids, _, eos=eos: ids[:, -1] == eos]
-        ways = [(first, {"eos_token_id": eos}), (first, {"stopping_criteria": criterion})]
-        ways += [(whole[:stop], {"max_new_tokens": stop})]
-        ways += [(whole[:stop], {"max_new_tokens": None, "max_length": len(prompt) + stop})]
-        for expected, options in ways:
-            got = []  # one tensor for each call
-            streamer = SimpleNamespace(put=got.append, end=partial(got.append, end))
-            options = {"max_new_tokens": 60, "tau": tau, "streamer": streamer} | options
-            assert run(model, prompt, **options).tokens == expected
-            assert torch.cat([part.flatten() for part in got]).tolist() == [*prompt, *expected, -1]
+    whole = ar(toy, PROMPTS[0])
+    lengths = [n for n in range(1, 20) if whole[n - 1] not in whole[: n - 1]]
+    for tau, n in product((None, 0.5), lengths):
+        eos = whole[n - 1]
+        criterion = partial(lambda eos, ids, _: ids[:, -1] == eos, eos)
+        for way in ({"eos_token_id": eos}, {"stopping_criteria": [criterion]}, {"max_length": n}):
+            got = []
+            streamer = SimpleNamespace(put=got.append, end=partial(got.append, torch.tensor(-1)))
+            if "max_length" in way:
+                way = {"max_new_tokens": None, "max_length": len(PROMPTS[0]) + n}
+            assert run(toy, PROMPTS[0], tau=tau, streamer=streamer, **way).tokens == whole[:n]
+            got = [token for ids in got for token in ids.flatten().tolist()]
+            assert got == [*PROMPTS[0], *whole[:n], -1]
     # The cache that came back takes the next turn.
-    cut = run(model, prompt, max_new_tokens=3)
-    cache = {name: cut[name] for name in ("cache", "past_key_values") if name in cut}
-    assert run(model, prompt + cut.tokens, max_new_tokens=57, **cache).tokens == whole[3:]
+    cut = run(toy, PROMPTS[0], max_new_tokens=3)
+    name = "cache" if "cache" in cut else "past_key_values"
+    options = {name: cut[name], "max_new_tokens": 37}
+    assert run(toy, PROMPTS[0] + cut.tokens, **options).tokens == whole[3:]
 
 
-def continuations(answers, start, _, text) -> list[int]:
-    """The tokens that go on with one of the answers; none after its end."""
-    said = text[start:].tolist()
-    return [each[len(said)] for each in answers if each[: len(said)] == said and each != said]
+def test_processors(toy):
+    """One that knows nothing after an end of turn; one that changes scores in place (a tau tests
+    what the model says)."""
+    whole = ar(toy, PROMPTS[0], max_new_tokens=60)
+    answers = [PROMPTS[0] + whole, [*PROMPTS[0], *whole[:5], EOS]]
 
+    def allowed(_, text):
+        """The tokens that go on with one of the answers; none after its end."""
+        said = text.tolist()
+        return [each[len(said)] for each in answers if each[: len(said)] == said != each]
 
-def test_processors_and_stop_strings():
-    """A processor that knows nothing after an end of turn; one that changes scores in place (a tau
-    tests what the model says). transformers keeps the tokenizer of stop_strings to itself."""
-    model = open_folder()
-    stops = {"stop_strings": ["So"], "tokenizer": AutoTokenizer.from_pretrained(ROOT / "toy/mars")}
-    for prompt, tau in product(toy_prompts(Chat(BASE))[:2], (None, 0.5, 1)):
-        whole = ar(model, prompt, max_new=60)
-        options = {"tau": tau, "max_new_tokens": 60, "guidance_scale": 1.0}
-        answers = [whole, [*whole[:5], EOS]]
-        allowed = partial(continuations, answers, len(prompt))
-        done = run(model, prompt, prefix_allowed_tokens_fn=allowed, **options)
-        assert done.tokens in answers
+    for tau in (None, 0.5, 1):
+        options = {"tau": tau, "max_new_tokens": 60}
+        done = run(toy, PROMPTS[0], prefix_allowed_tokens_fn=allowed, **options)
+        assert PROMPTS[0] + done.tokens in answers
         flatten = [lambda _, scores: scores / 5], [lambda _, scores: scores.div_(5)]
-        once, twice = [run(model, prompt, logits_processor=each, **options) for each in flatten]
+        once, twice = [run(toy, PROMPTS[0], logits_processor=each, **options) for each in flatten]
         assert (once.tokens, once.num_forwards) == (twice.tokens, twice.num_forwards)
-        cut = run(model, prompt, partial(AR, model), max_new_tokens=60, **stops).tokens
-        assert 0 < len(cut) < len(whole)
-        if tau != 0.5:
-            assert run(model, prompt, **options, **stops).tokens == cut
 
 
-def test_what_cannot_be_is_refused():
-    model = open_folder()
-    refused = [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"tau": 1.1}]
-    refused += [{"assistant_model": model}, {"use_cache": False}, {"prompt_lookup_num_tokens": 5}]
-    refused += [{"output_scores": True}, {"inputs_embeds": torch.zeros(1, 3, 128)}]
-    for options in [*refused, {"attention_mask": torch.tensor([[0, 1, 1]])}]:
-        with pytest.raises(ValueError, match="MARS"):
-            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, **options)
+def test_whose_options_they_are(toy):
+    """Refused were a configuration's stop strings (transformers keeps the tokenizer to itself), the
+    loader's options, and what plain generate ignores. The caller's own custom_generate was ignored,
+    even one that does not exist."""
+    options = {"tokenizer": transformers.AutoTokenizer.from_pretrained(TOY)}
+    cut = ar(toy, PROMPTS[0], stop_strings="boxes", **options)
+    assert 0 < len(cut) < 40
+    config = transformers.GenerationConfig(stop_strings=["boxes"])
+    for way in ({"stop_strings": "boxes"}, {"generation_config": config}):
+        assert run(toy, PROMPTS[0], **options, **way).tokens == cut
+    toy.generation_config.stop_strings = ["boxes"]
+    options |= {"revision": "main", "token": None, "local_files_only": True, "cache_dir": None}
+    options |= {"force_download": False, "output_hidden_states": True, "max_new_tokens": 40}
+    named = {"custom_generate": str(TOY), "trust_remote_code": True}
+    ids = torch.tensor([PROMPTS[0]])
+    for function in (partial(AR, toy, **named), partial(toy.generate, **named), toy.generate):
+        assert function(ids, **options)[0].tolist() == PROMPTS[0] + cut
+    toy.generation_config.stop_strings = None
+    own = toy.generate(ids, max_new_tokens=5, custom_generate=lambda _, text, **__: text)
+    assert own.equal(ids)
+    with pytest.raises(OSError, match="no/such"):
+        toy.generate(ids, custom_generate="no/such", trust_remote_code=True)
 
 
-def test_a_saved_folder(tmp_path):
-    """It brings the file if masks were trained, and loads as before: in transformers without
-    trust_remote_code (one token per forward), and in ours. Saving again replaces the file."""
-    name = "custom_generate/generate.py"
-    file = (ROOT / name).read_bytes()
-    assert file == (ROOT / "toy/mars" / name).read_bytes()
-    model = tiny_model(random.Random(0), vocab_size=640)
-    for block, out in ((None, tmp_path / "plain"), (4, tmp_path / "mars"), (4, tmp_path / "mars")):
-        model.config.block = block
-        save_model(model, Chat(BASE), out)
-        load(str(out))
-        if int(transformers.__version__.split(".")[0]) >= 5:  # 4 runs the code of any local folder
-            plain = transformers.AutoModelForCausalLM.from_pretrained(out)
-            assert plain.generate.__func__ is AR
-        assert (out / name).exists() == (block is not None)
-        if block:
-            assert (out / name).read_bytes() == file
-            (out / name).write_text("an older one")
+def test_what_cannot_be_is_refused(toy):
+    refused = [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"guard": True}]
+    refused += [{"assistant_model": toy}, {"use_cache": False}, {"prompt_lookup_num_tokens": 5}]
+    refused += [{"output_scores": True, "return_dict_in_generate": True}, {"tau": 1.1}]
+    refused += [{"inputs_embeds": torch.zeros(1, 3, 160)}, {"tau": "x"}]
+    refused += [{"attention_mask": torch.tensor([[0, 1, 1]])}, {"inputs": torch.ones(1, 0).long()}]
+    for options in refused:
+        with pytest.raises(ValueError, match="^MARS.*" + ("empty" if "inputs" in options else "")):
+            toy.generate(**{"inputs": torch.tensor([[5, 6, 7]]), "max_new_tokens": 3} | options)
+
+
+def test_its_folder(toy, monkeypatch, capsys):
+    """The README.md that it is saved with shows how to use it. Without trust_remote_code it is a
+    plain model; transformers 4 runs the code of any local folder."""
+    [lines] = re.findall(r"```python\n(.*?)```", (TOY / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    exec(lines, {})
+    assert capsys.readouterr().out.endswith("The answer is 60.<|im_end|> 9 forwards\n")
+    if transformers.__version__ >= "5":
+        plain = transformers.AutoModelForCausalLM.from_pretrained(TOY)
+        assert plain.generate.__func__ is AR

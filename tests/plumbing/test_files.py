@@ -14,9 +14,9 @@ from common import ROOT, save_model
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from model import load
+from model import GENERATE, load
 from plumbing.errors import UserError
-from plumbing.files import locate
+from plumbing.files import locate, save
 
 # ------------------------------------------------------------------------------------- from the hub
 
@@ -189,3 +189,21 @@ def test_a_failed_save_leaves_the_old_checkpoint(checkpoint, monkeypatch):
     with pytest.raises(UserError, match="not saved .*No space left"):
         save_model(model, chat, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_what_a_mars_model_brings(checkpoint):
+    """Its generate.py, as it is now, and a README.md, which a person may change; else neither."""
+    model, chat = load(str(checkpoint))
+    file = checkpoint / "custom_generate/generate.py"
+    card = checkpoint / "README.md"
+    for block, own in ((None, None), (4, None), (4, "my model")):
+        if own:
+            card.write_text(own)
+            file.write_text("an older one")
+        config = model.config.to_json() | {"block": block}
+        save(checkpoint, config, chat, model.state_dict(), generate=GENERATE)
+        assert file.exists() == card.exists() == (block is not None)
+        if block:
+            assert file.read_bytes() == GENERATE.read_bytes()
+            assert own or card.read_text().startswith("---\nlibrary_name: transformers\n")
+    assert card.read_text() == "my model"
