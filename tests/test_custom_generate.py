@@ -169,8 +169,8 @@ def test_whose_options_they_are(toy):
     for function in (partial(AR, toy, **named), partial(toy.generate, **named), toy.generate):
         assert function(ids, **options)[0].tolist() == PROMPTS[0] + cut
     toy.generation_config.stop_strings = None
-    own = toy.generate(ids, max_new_tokens=5, custom_generate=lambda _, text, **__: text)
-    assert own.equal(ids)
+    own = {"custom_generate": lambda model, text, **_: text, "max_new_tokens": 5}
+    assert toy.generate(ids, **own).equal(ids)
     with pytest.raises(OSError, match="no/such"):
         toy.generate(ids, custom_generate="no/such", trust_remote_code=True)
 
