@@ -12,6 +12,9 @@ from .errors import UserError, failure_as
 from .files import has_model
 from .terminal import note
 
+BUNDLED = "directory or hub id (default: the bundled toy/mars)"
+DTYPES = ("float32", "bfloat16", "int8")
+
 
 class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -30,12 +33,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UserError(f"{message} (see --help)")
 
-    def add_model(
-        self,
-        default: str | None = None,
-        help="directory or hub id (default: the bundled toy/mars)",
-        dtypes=("float32", "bfloat16", "int8"),
-    ) -> None:
+    def add_model(self, default: str | None = None, help=BUNDLED, dtypes=DTYPES) -> None:
         """Add --model, and for `find_device` --device and --dtype."""
         self.add_argument("--model", default=default, help=help)
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
@@ -45,27 +43,26 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--dtype", choices=dtypes, help=help)
 
 
-def check_number(name: str, value: object, kind: type, least: float, most: float = 10**9) -> None:
-    """Raise UserError unless the value is of this kind, int or float, and from least to most."""
+def check_number(name: str, value: object, kind: type, least: float, most: float = 10**9) -> float:
+    """The value; UserError unless it is of this kind, int or float, and from least to most."""
     if not isinstance(value, int | kind) or not least <= value <= most:
         expected = f"expected {kind.__name__} from {least} to {most}"
         raise UserError(f"{name}: {expected}, not {value!r}")
+    return value
 
 
 def number(kind: type, least: float, most: float = 10**9) -> Callable[[str], float]:
     """The same check as an argparse type."""
 
     def parse(text: str) -> float:
-        value = kind(text)
-        check_number(text, value, kind, least, most)
-        return value
+        return check_number(text, kind(text), kind, least, most)
 
     parse.__name__ = f"{kind.__name__} ({least} to {most})"  # argparse: invalid int (1 to 9) value
     return parse
 
 
 def out_directory(text: str) -> Path:
-    """An argparse type: a directory to write, perhaps a new one, in which no file is in the way."""
+    """An argparse type: a directory that there is, or that can be made: no file is in the way."""
     for path in (Path(text), *Path(text).parents):
         if path.exists() and not path.is_dir():
             raise argparse.ArgumentTypeError(f"{path} is a file; choose another directory")

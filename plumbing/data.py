@@ -59,9 +59,8 @@ def encode_prompt(row: dict, chat: Chat) -> list[int]:
     messages = conversation(row, with_response=False)
     if messages[-1]["role"] == "assistant":
         raise UserError("the last message is the assistant's")
-    if all(message["role"] == "system" for message in messages):
-        raise UserError("nothing that asks")
-    if not messages[-1]["content"].strip():
+    asked = [message["content"] for message in messages if message["role"] != "system"]
+    if not asked or not asked[-1].strip():
         raise UserError("an empty prompt")
     return chat.encode_prompt(messages)
 
@@ -121,6 +120,9 @@ class Dataset:
         self.first = list(itertools.islice(self.examples(self.training), READ_AHEAD))
         if not self.first:
             raise UserError(f"{rows.path}: {self.summary()}; a row has the keys {[*rows[0]]}")
+        # How many rows train. A long file is not read through: all its rows count.
+        is_long = len(self.first) == READ_AHEAD
+        self.num_usable = len(self.training) if is_long else len(self.first)
 
     def summary(self) -> str:
         """How many rows there are, and why some of those that were read are no examples."""
@@ -130,12 +132,6 @@ class Dataset:
             reasons = ", ".join(f"{count} {why}" for why, count in self.skipped.most_common())
             text += f", of the first {num_read} skipped: {reasons}"
         return text
-
-    @property
-    def num_usable(self) -> int:
-        """How many rows train. A long file is not read through: all its rows count."""
-        is_long = len(self.first) == READ_AHEAD
-        return len(self.training) if is_long else len(self.first)
 
     def examples(self, indices: Iterable[int]) -> Iterator[Example]:
         """The examples of these rows; `skipped` counts why the others have none."""

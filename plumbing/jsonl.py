@@ -57,9 +57,9 @@ def parse_object(line: bytes | str, where: str) -> dict:
     """The JSON object in a line; anything else is a UserError."""
     with failure_as(f"{where}: {EXPECTED}; is the line cut short, or the file compressed?"):
         row = json.loads(line)
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: {EXPECTED}, not {str(row)[:40]}")
-    return row
+        if not isinstance(row, dict):
+            raise TypeError("not an object")
+        return row
 
 
 def read_rows(file: Path) -> dict[int, dict]:

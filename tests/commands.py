@@ -6,11 +6,13 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
 from common import ROOT
 
+from decode import Decoder
 from plumbing import errors
 
 PROMPT = "Mia has 5 bags with 12 plums in each. She gives away 17 plums. "
@@ -55,6 +57,20 @@ def process(*words: object, before: str = "", redirect: str = "", **environment:
         errors="replace",
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def interrupt(monkeypatch, when: Callable[[Decoder], bool]) -> None:
+    """Let Ctrl-C come once, in the first step of a decoder at which this is so."""
+    step = Decoder.step
+    interrupted = []
+
+    def interrupted_step(self):
+        if not interrupted and when(self):
+            interrupted.append(self)
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Decoder, "step", interrupted_step)
 
 
 def is_refused(done: Done, message: str) -> bool:

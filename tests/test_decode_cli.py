@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import MARS, PROMPT, command, is_refused, process
+from commands import MARS, PROMPT, command, interrupt, is_refused, process
 from common import BASE, ROOT, cases
 
 import decode
@@ -116,15 +116,8 @@ def test_a_model_without_a_chat_template_says_so(tmp_path):
 
 def test_interrupting_keeps_the_text_so_far(monkeypatch, text):
     """Ctrl-C: the text and its statistics stay, no traceback, exit status 130."""
-    step = decode.Decoder.step
-    calls = itertools.count()
-
-    def interrupted(self):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr(decode.Decoder, "step", interrupted)
+    steps = itertools.count()
+    interrupt(monkeypatch, when=lambda _: next(steps) == 3)
     done = command("decode", "--prompt", PROMPT, "--tau", 0.8)
     assert done.status == 130 and len(done.out) > 3 and text.startswith(done.out.strip())
     assert "in 3 forwards" in done.err and "Traceback" not in done.err

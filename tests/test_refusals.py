@@ -121,7 +121,7 @@ def test_bad_files_of_prompts(here, content, message):
     "rows, message",
     [
         ([{"messages": [REPLY]}], "row 1: the last message is the assistant's"),
-        ([{"messages": [SYSTEM]}], "row 1: nothing that asks"),
+        ([{"messages": [SYSTEM]}], "row 1: an empty prompt"),
         ([{"prompt": "a", "answer": "many"}], "row 1: the answer is not a number: many"),
         (
             [{"prompt": "a", "answer": "1"}, {"prompt": "b"}],

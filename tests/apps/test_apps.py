@@ -1,13 +1,12 @@
 """The programs around the decoder: a conversation, and a file of prompts."""
 
-import itertools
 import json
 import re
 import sys
 from unittest import mock
 
 import pytest
-from commands import MARS, PROMPT, command
+from commands import MARS, PROMPT, Done, command, interrupt
 from common import ROOT, rows_of
 
 from decode import Decoder, Sequence, generate
@@ -16,18 +15,10 @@ from model import load
 # -------------------------------------------------------------------------------- a conversation
 
 
-def converse(monkeypatch, lines: list):
+def converse(monkeypatch, *lines: object, options=("--tau", 0.8)) -> Done:
     """A conversation in which these lines are typed; an exception is raised, as by a key."""
-    typed = iter(lines)
-
-    def type_next(_) -> str:
-        line = next(typed, EOFError())
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", type_next)
-    return command("apps.chat", *MARS, "--tau", 0.8)
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[*lines, EOFError]))
+    return command("apps.chat", *MARS, *options)
 
 
 @pytest.fixture
@@ -50,9 +41,8 @@ def prompt_of(sequence: Sequence) -> list[int]:
 
 def test_a_conversation(monkeypatch, answers):
     """/tau acts at once, a bad one changes nothing, /reset forgets, and the cache is used."""
-    lines = [PROMPT, "/tau 1", "And now?", "/tau 7", "/tau x", KeyboardInterrupt(), "/nonsense"]
-    lines += ["", "/reset", PROMPT]
-    done = converse(monkeypatch, lines)
+    lines = [PROMPT, "/tau 1", "And now?", "/tau 7", "/tau x", KeyboardInterrupt, "/nonsense"]
+    done = converse(monkeypatch, *lines, "", "/reset", PROMPT)
     turns = re.findall(r"forwards: (\S+) tokens per forward", done.err)
     assert done.status == 0 and len(turns) == 3
     assert float(turns[0]) > 2 and turns[1] == "1.00"
@@ -70,16 +60,8 @@ def test_a_conversation(monkeypatch, answers):
 
 def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
     """After Ctrl-C the half answer is part of the conversation, which goes on."""
-    step = Decoder.step
-    calls = itertools.count()
-
-    def interrupted(self):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr(Decoder, "step", interrupted)
-    done = converse(monkeypatch, [PROMPT, PROMPT])
+    interrupt(monkeypatch, when=lambda _: answers[0].forwards == 3)
+    done = converse(monkeypatch, PROMPT, PROMPT)
     first, second = answers
     assert done.status == 0 and "Traceback" not in done.err
     assert first.done and first.forwards == 3 and second.forwards > 3
@@ -90,8 +72,7 @@ def test_interrupting_an_answer_keeps_the_conversation(monkeypatch, answers):
 
 def test_a_conversation_without_a_knob(monkeypatch):
     """There is no tau to set, and each answer is that of tau 1."""
-    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=["/tau 0.5", PROMPT, EOFError]))
-    done = command("apps.chat", *MARS)
+    done = converse(monkeypatch, "/tau 0.5", PROMPT, options=())
     assert "error: there is no tau to set: start the conversation with --tau" in done.err
     assert done.out == command("decode", *MARS, "--prompt", PROMPT, "--tau", 1).out
 
@@ -164,14 +145,7 @@ def test_interrupting_a_file_says_how_far_it_came(tmp_path, monkeypatch):
     """Ctrl-C ended it without a word."""
     file = tmp_path / "prompts.txt"
     file.write_text(f"{PROMPT}\n{PROMPT}\n")
-    step = Decoder.step
-
-    def interrupted(self):
-        if self.scheduler.queue:
-            return step(self)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Decoder, "step", interrupted)
+    interrupt(monkeypatch, when=lambda decoder: not decoder.scheduler.queue)
     done = command("apps.batch", *MARS, file, "--rows", 1)
     assert done.status == 130 and "1 of 2 answers, " in done.err
     assert json.loads(done.out)["response"].endswith("The answer is 43.")

@@ -80,10 +80,13 @@ def test_what_was_written_comes_back(theirs, tmp_path):
     """The weights, the embedding in the head's bits; the tokenizer; a padding row is the mask's."""
     file = tmp_path / "small.gguf"
     write(file, theirs)
-    done = command("apps.from_gguf", file, tmp_path / "out")
+    out = tmp_path / "out"
+    done = command("apps.from_gguf", file, out)
     assert done.status == 0, done.err
-    assert is_refused(command("apps.from_gguf", file, tmp_path / "out"), "has a model")
-    model, chat = load(str(tmp_path / "out"))
+    # No bars of transformers, and not silence.
+    assert done.err == f'{out} holds a model: python decode.py --model {out} --prompt "..."\n'
+    assert is_refused(command("apps.from_gguf", file, out), "out has a model")
+    model, chat = load(str(out))
     found = model.state_dict()
     assert found.keys() == theirs.keys() - {"lm_head.weight"}
     others = torch.arange(512) != MASK
