@@ -201,7 +201,8 @@ def test_the_clean_stream_is_held(tmp_path):
 def test_another_model_is_held_to(words, tmp_path):
     """The drift of several trainings added up, for each held to the model that it began with."""
     words += ("--model", ROOT / "toy/mars", "--original", ROOT / "toy/sft")
-    assert run(*words, "--steps", 1, "--out", tmp_path / "out").status == 0
+    done = run(*words, "--steps", 1, "--out", tmp_path / "out")
+    assert done.status == 0 and "drift, mean of the last 1 steps: " in done.out
     assert log(tmp_path / "out")[0]["drift"] > 1e-4
 
 

@@ -75,15 +75,21 @@ def test_prompts_are_those_of_transformers(tmp_path, template, where):
             assert Chat(BASE).prompt(messages) == expected
 
 
-def test_a_row_whose_former_thoughts_the_template_drops(tmp_path):
-    """It can be trained on, although a turn is not in its prompt as it was said."""
+def test_turns_that_a_template_drops(tmp_path):
+    """Qwen3's drops former thoughts: such a row can be trained on. Qwen2.5's shows no role that it
+    does not know, without a word."""
     copy_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(QWEN3_TEMPLATE)
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(QWEN3_TEMPLATE)
     turns = [*CONVERSATIONS["thoughts"], {"role": "assistant", "content": "Still 7."}]
     chat = Chat(tmp_path)
     example = make_example({"messages": turns}, chat, ends=(2,), max_length=512)
     text = chat.tokenizer.decode(example.tokens, skip_special_tokens=False)
     assert text == chat.prompt(turns[:-1]) + "Still 7.<|im_end|>" and "Seven" not in text
+    file.write_text(TEMPLATES["qwen2.5"])
+    turns[1] = {"role": "environment", "content": " 12 "}
+    with pytest.raises(UserError, match="the chat template drops .role 'environment'."):
+        make_example({"messages": turns}, Chat(tmp_path), ends=(2,), max_length=512)
 
 
 def test_templates_that_fail(tmp_path):

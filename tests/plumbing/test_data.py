@@ -5,7 +5,7 @@ import os
 from unittest import mock
 
 import pytest
-from common import ROOT
+from common import BASE
 from training import write
 
 from plumbing import data
@@ -19,7 +19,7 @@ ENDS = (2, 0)  # of the toy tokenizer
 
 @pytest.fixture(scope="module")
 def chat():
-    return Chat(ROOT / "toy/base")
+    return Chat(BASE)
 
 
 # -------------------------------------------------------------------------------------- the file
@@ -57,85 +57,77 @@ def test_bad_data_files(tmp_path, content, message):
 # -------------------------------------------------------------------------------------- a row
 
 
+def example_of(row: dict, chat: Chat, max_length: int = 512) -> data.Example:
+    return make_example(row, chat, ENDS, max_length)
+
+
 def test_the_last_assistant_turn_is_trained(chat):
     user, assistant = ({"role": r, "content": f"the {r}"} for r in ("user", "assistant"))
     last = {"role": "assistant", "content": "So Mia has 12 plums."}
     row = {"messages": [user, assistant, user, last, {"role": "user", "content": "Thanks!"}]}
-    example = make_example(row, chat, ENDS, 512)
+    example = example_of(row, chat)
     assert chat.decode(example.response) == "So Mia has 12 plums."
     assert example.tokens[-1] == ENDS[0]
     assert example.tokens[: example.prompt_length] == chat.encode_prompt([user, assistant, user])
     answered = {"id": 1, "messages": [user, assistant, user], "response": last["content"]}
-    assert make_example(answered, chat, ENDS, 512) == example  # as apps.batch writes it
-    expected = make_example({"messages": [user, last]}, chat, ENDS, 512)
+    assert example_of(answered, chat) == example  # as apps.batch writes it
+    expected = example_of({"messages": [user, last]}, chat)
     for asks, answers in (("prompt", "response"), ("question", "completion")):  # GSM8K's, TRL's
         row = {"messages": [], "prompt": None, "response": None}
         row |= {asks: user["content"], answers: last["content"]}
-        assert make_example(row, chat, ENDS, 512) == expected
+        assert example_of(row, chat) == expected
 
 
 def test_a_cut_response_has_no_end_of_turn_target(chat):
     """Cut here, or where it was made (by max_new): or a model would learn to stop in a sentence."""
     row = {"prompt": "How many?", "response": "So Mia has 12 plums now."}
-    whole = make_example(row, chat, ENDS, 512)
-    cut = make_example(row, chat, ENDS, len(whole.tokens) - 1)
+    whole = example_of(row, chat)
+    cut = example_of(row, chat, len(whole.tokens) - 1)
     assert whole.tokens[-1] == ENDS[0]
     assert cut.tokens == whole.tokens[:-1] and ENDS[0] not in cut.response
-    assert make_example({**row, "finish_reason": "stop"}, chat, ENDS, 512) == whole
-    assert make_example({**row, "finish_reason": "length"}, chat, ENDS, 512) == cut
-    assert whole.has_masks and not make_example({**row, "masks": False}, chat, ENDS, 512).has_masks
+    assert example_of({**row, "finish_reason": "stop"}, chat) == whole
+    assert example_of({**row, "finish_reason": "length"}, chat) == cut
+    assert whole.has_masks and not example_of({**row, "masks": False}, chat).has_masks
 
 
 def test_a_prompt_is_what_training_has(chat):
     """The ids of a row that asks, whether it has an answer already or not."""
     row = {"prompt": "How many?"}
-    answered = make_example(row | {"response": "12"}, chat, ENDS, 512)
+    answered = example_of(row | {"response": "12"}, chat)
     prompt = answered.tokens[: answered.prompt_length]
     for asked in (row, row | {"response": "12"}, row | {"response": None}):
         assert encode_prompt(asked, chat) == prompt
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
-    with pytest.raises(UserError, match="the last message is the assistant's"):
-        encode_prompt({"messages": turns}, chat)
     # A template would drop all letters of a text; the others were a TypeError and a KeyError.
     for wrong in ("Hi", {"role": "user", "content": "Hi"}, [{"role": "user"}]):
         with pytest.raises(UserError, match="a list of"):
             chat.encode_prompt(wrong)
-    with pytest.raises(UserError, match="not valid Unicode"):
-        chat.encode_prompt([{"role": "user", "content": "Hello \udcff"}])
 
 
-def test_unusable_rows_say_why(chat):
-    turn = {"role": "user", "content": "Hi"}
-    reply = {"role": "assistant", "content": "Hello"}
-    for row, reason in (
+TURN = {"role": "user", "content": "Hi"}
+REPLY = {"role": "assistant", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
         ({"text": "Hi"}, "neither messages nor a prompt"),
         ({"messages": "user: ?"}, "neither messages"),
         ({"prompt": ["?"], "response": "!"}, "content that is not text"),
         ({"prompt": "Hi", "response": 5}, "content that is not text"),
         ({"prompt": "Hi", "response": ""}, "an empty response"),
         ({"prompt": "Hi", "response": None}, "no assistant turn"),
-        ({"messages": [turn, {**reply, "function_calls": "f(1)"}, turn, reply]}, "a tool call"),
-        ({"messages": [turn, {**reply, "tool_calls": [{}]}, turn, reply]}, "a tool call"),
+        ({"messages": [TURN, {**REPLY, "function_calls": "f(1)"}, REPLY]}, "a tool call"),
+        ({"messages": [TURN, {**REPLY, "tool_calls": [{}]}, TURN, REPLY]}, "a tool call"),
         ({"prompt": "Hi", "response": "half \ud83d"}, "not valid Unicode"),
         ({"prompt": "Hi", "response": "a <|mask|> here"}, "a mask or end-of-turn token"),
         ({"prompt": "Hi", "response": "<|endoftext|>"}, "a mask or end-of-turn token"),
-        ({"messages": [{"content": "Hi"}, reply]}, "content that is not text, or no role"),
+        ({"messages": [{"content": "Hi"}, REPLY]}, "content that is not text, or no role"),
         ({"prompt": "Hi " * 600, "response": "Hello"}, "prompt of 512 .*--max-length"),
-    ):
-        with pytest.raises(UserError, match=reason):
-            make_example(row, chat, ENDS, 512)
-
-
-def test_a_turn_that_the_template_drops(chat, tmp_path):
-    """Qwen2.5's shows no role that it does not know, without a word; ChatML shows all of them."""
-    template = ROOT / "tests/fixtures/qwen2.5/chat_template.jinja"
-    (tmp_path / "chat_template.jinja").write_bytes(template.read_bytes())
-    (tmp_path / "tokenizer.json").write_bytes((ROOT / "toy/base/tokenizer.json").read_bytes())
-    contents = {"user": "Hi", "environment": " 12 ", "assistant": "Hello"}
-    row = {"messages": [{"role": role, "content": text} for role, text in contents.items()]}
-    assert "12" in chat.decode(make_example(row, chat, ENDS, 512).tokens)
-    with pytest.raises(UserError, match="the chat template drops .role 'environment'."):
-        make_example(row, Chat(tmp_path), ENDS, 512)
+    ],
+)
+def test_unusable_rows_say_why(chat, row, reason):
+    with pytest.raises(UserError, match=reason):
+        example_of(row, chat)
 
 
 # -------------------------------------------------------------------------------------- the stream
