@@ -336,8 +336,8 @@ def train(
             return stop
     last = clean_losses[-math.ceil(recipe.steps / 10) :]
     if last:  # a run that was complete already made no step
-        mean = sum(last) / len(last)
-        processes.say(f"{run.second_loss}, mean of the last {len(last)} steps: {mean:.3f}")
+        name = run.second_loss
+        processes.say(f"{name}, mean of the last {len(last)} steps: {sum(last) / len(last):.3f}")
     return 0
 
 
@@ -452,19 +452,18 @@ def announce(args: argparse.Namespace, model: Qwen2, recipe: Recipe, data: Datas
 
 def say_what_next(args: argparse.Namespace, model: Qwen2, recipe: Recipe, run: Run) -> None:
     """Say how to go on after the last step, and show one answer of the model that was saved."""
-    megabytes = sum(path.stat().st_size for path in args.out.glob("checkpoints/*/*")) / 1e6
-    processes.say(
-        f"{args.out}/checkpoints ({megabytes:,.0f} MB) serves --resume, and may be deleted"
-    )
+    out = args.out
+    megabytes = sum(path.stat().st_size for path in out.glob("checkpoints/*/*")) / 1e6
+    processes.say(f"{out}/checkpoints ({megabytes:,.0f} MB) is for --resume: it may be deleted")
     if recipe.block is None:
-        words = f"--model {args.out} --data {args.data} --out {args.out}-mars"
+        words = f"--model {out} --data {args.data} --out {out}-mars"
         processes.say(f"the next stage: python train.py {words}")
-    processes.say(decode_command(args.out))
+    processes.say(decode_command(out))
     if dist.is_initialized():
         return
     [example, *_] = run.data.held_out + run.data.first
     prompt = example.tokens[: example.prompt_length]
-    saved, chat = load(str(args.out), model.device, recipe.dtype)
+    saved, chat = load(str(out), model.device, recipe.dtype)
     tau = 1 if recipe.block is None else None
     [answer] = generate(saved, [prompt], tau=tau, max_new=args.max_length - len(prompt))
     figures = f"{len(answer.tokens)} tokens in {answer.forwards} forwards"

@@ -12,9 +12,6 @@ from .errors import UserError, failure_as
 from .files import has_model
 from .terminal import note
 
-BUNDLED = "directory or hub id (default: the bundled toy/mars)"
-DTYPES = ("float32", "bfloat16", "int8")
-
 
 class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -33,7 +30,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UserError(f"{message} (see --help)")
 
-    def add_model(self, default: str | None = None, help=BUNDLED, dtypes=DTYPES) -> None:
+    def add_model(
+        self,
+        default: str | None = None,
+        help="directory or hub id (default: the bundled toy/mars)",
+        dtypes=("float32", "bfloat16", "int8"),
+    ) -> None:
         """Add --model, and for `find_device` --device and --dtype."""
         self.add_argument("--model", default=default, help=help)
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")

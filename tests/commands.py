@@ -95,6 +95,13 @@ def tables(out: str) -> list[dict[str, list[str]]]:
     return found
 
 
+def tables_of(name: str, *words: object) -> list[dict[str, list[str]]]:
+    """The tables that a command prints; it must end well."""
+    done = command(name, *words)
+    assert done.status == 0, done.err
+    return tables(done.out)
+
+
 def number(cell: str) -> float:
     """Of "2.52 (2.41 to 2.63)" the first."""
     return float(cell.split()[0].strip("%"))

@@ -30,10 +30,14 @@ def trained(base: dict, rng: random.Random) -> dict:
 
 @pytest.mark.parametrize("seed", cases(4, 100))
 def test_a_difference_of_rank_one_comes_back(seed):
-    """Exactly, for its numbers are all 1 or -1; vectors and the mask's row in bfloat16."""
+    """Exactly, for its numbers are all 1 or -1; vectors and the mask's row in bfloat16.
+
+    Directions that are not there, and a matrix that training left alone, give zeros, not NaN.
+    """
     rng = random.Random(seed)
     base = tiny_model(rng).float().state_dict()
-    tuned = trained(base, rng)
+    same = "model.layers.0.mlp.down_proj.weight"
+    tuned = trained(base, rng) | {same: base[same]}
     patched = {name: weight.clone() for name, weight in base.items()}
     apply_patch(patched, make_patch(base, tuned, MASK, rank=rng.randint(1, 3)), MASK)
     for name, weight in patched.items():
@@ -71,17 +75,6 @@ def test_a_change_answers_to_no_other_inputs():
     apply_patch(weights, make_patch(weights, {"w": change}, 0, rank=8), 0)
     assert (weights["w"] @ felt - change @ felt).norm() < 0.25 * change.norm()
     assert (weights["w"] @ unfelt).norm() < 0.08 * change.norm()
-
-
-def test_matrices_that_training_left_alone():
-    """All of it, or all but one direction: the other numbers are zeros, not NaN."""
-    torch.manual_seed(0)
-    base = {"same": torch.randn(30, 20), "one": torch.randn(30, 20)}
-    tuned = base | {"one": base["one"] + torch.ones(30, 20)}
-    patched = {name: weight.clone() for name, weight in base.items()}
-    apply_patch(patched, make_patch(base, tuned, 0, rank=4), 0)
-    for name, weight in patched.items():
-        assert torch.allclose(weight, tuned[name], atol=1e-4), name
 
 
 # ---------------------------------------------------------------------------------- the command

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from commands import command, number, tables
+from commands import command, number, tables, tables_of
 from common import ROOT
 
 from bench import common, quality, speed
@@ -183,10 +183,9 @@ ALONE = {"lossless, masks alone", "lossless, look-up alone"}  # at one row
 
 
 def test_the_table_of_speeds():
-    status, out, _ = command("bench.speed", *TOY, "--limit", 4, "--rows", 1, "--rounds", 1)
-    [table] = tables(out)
+    [table] = tables_of("bench.speed", *TOY, "--limit", 4, "--rows", 1, "--rounds", 1)
     per_forward = {name: number(cells[TOKENS]) for name, cells in table.items()}
-    assert status == 0 and number(table["AR"][1]) == per_forward["AR"] == 1
+    assert number(table["AR"][1]) == per_forward["AR"] == 1
     assert per_forward["lossless"] > per_forward["tau 0.95"] > 2
     assert per_forward["lossless, masks alone"] > 2 > per_forward["lossless, look-up alone"] > 1
     for name in ("AR", "lossless", *ALONE):
@@ -204,10 +203,9 @@ def test_the_table_of_block_caches(monkeypatch):
 
     monkeypatch.setattr(speed.NoCache, "commit", listen)
     options = ("--limit", 4, "--rows", 4, "--rounds", 1, "--max-new", 24)
-    status, out, _ = command("bench.speed", *TOY, "--block-caches", *options)
-    [table] = tables(out)
+    [table] = tables_of("bench.speed", *TOY, "--block-caches", *options)
     per_forward = {name: number(cells[TOKENS]) for name, cells in table.items()}
-    assert status == 0 and number(table["AR"][1]) == per_forward["AR"] == 1
+    assert number(table["AR"][1]) == per_forward["AR"] == 1
     assert per_forward["tau 0.95"] == per_forward["blocks of 256"] == per_forward["no cache"] > 2
     assert per_forward["blocks of 4"] < per_forward["tau 0.95"]
     assert min(widths) > 40
@@ -216,9 +214,7 @@ def test_the_table_of_block_caches(monkeypatch):
 def test_next_to_transformers(monkeypatch):
     """transformers' own model around our tensors says the same."""
     words = ("--limit", 3, "--rounds", 1, "--rows", 1, 3, "--max-new", 12, "--device", "cpu")
-    status, out, err = command("bench.speed", *TOY, "--transformers", *words)
-    assert status == 0, err
-    alone, batch = tables(out)
+    alone, batch = tables_of("bench.speed", *TOY, "--transformers", *words)
     assert alone.keys() - batch.keys() == {"prompt lookup", *ALONE}
     assert alone["transformers"][1] == alone["AR"][2] == "1.00 (1.00 to 1.00)"
     for cells in [*alone.values(), *batch.values()]:
@@ -226,9 +222,8 @@ def test_next_to_transformers(monkeypatch):
     tiny = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 128}
     tiny |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(common.SHAPES, "0.5B", tiny | {"tie_word_embeddings": True})
-    status, out, err = command("bench.speed", *TOY, "--transformers", "--shape", "0.5B", *words)
-    assert status == 0, err
-    names = [list(table) for table in tables(out)]
+    found = tables_of("bench.speed", *TOY, "--transformers", "--shape", "0.5B", *words)
+    names = [list(table) for table in found]
     assert names == [["transformers", "prompt lookup", "AR"], ["transformers", "AR"]]
 
 
@@ -247,15 +242,12 @@ def test_next_to_llama_cpp(toy, monkeypatch):
 
     words = ("--limit", 2, "--rounds", 1, "--max-new", 12, "--device", "cpu", "--llama-cpp")
     monkeypatch.setattr(speed, "urlopen", urlopen)
-    status, out, err = command("bench.speed", *TOY, *words, "http://there")
-    assert status == 0, err
-    table, after = tables(out)
+    table, after = tables_of("bench.speed", *TOY, *words, "http://there")
     assert table["llama.cpp http://there"][SAME:] == ["2 of 2", "2.00"]
     assert list(after) == list(table)
 
 
 def test_the_table_of_widths():
-    status, out, _ = command("bench.speed", *TOY, "--widths", "--rounds", 1)
-    [table] = tables(out)
-    assert status == 0 and list(table) == ["1", "5", "9", "25"]
+    [table] = tables_of("bench.speed", *TOY, "--widths", "--rounds", 1)
+    assert list(table) == ["1", "5", "9", "25"]
     assert table["1"][1] == "1.00 (1.00 to 1.00)" and number(table["25"][0]) > 0

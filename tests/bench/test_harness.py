@@ -1,7 +1,7 @@
 """bench/lm_harness.py: lm-eval gets what decode.py says, up to the first stop string."""
 
 import pytest
-from commands import command, is_refused, tables
+from commands import command, is_refused, tables_of
 from common import ROOT, rows_of
 
 pytest.importorskip("lm_eval", reason="pip install -r bench/requirements.txt")
@@ -34,9 +34,7 @@ def test_bundled_tasks_end_to_end(monkeypatch):
     monkeypatch.setattr(Mars, "generate_until", listen)
     words = ["--tasks", "gsm8k", "ifeval_bundled", "toy", "--limit", 3, "--max-new", 24]
     words += ["--tau", 0.6, "--rows", 4, "--device", "cpu"]
-    status, out, err = command("bench.lm_harness", *words)
-    assert status == 0, err
-    [table] = tables(out)
+    [table] = tables_of("bench.lm_harness", *words)
     [_, _, toy, _] = table["tau 0.6"]
     assert float(toy.split(",")[1]) > 2, "the toy model's own problems: several a forward"
     lm = Mars(str(ROOT / "toy/mars"), Options(), device="cpu")
@@ -58,7 +56,7 @@ def test_bundled_humaneval_runs_the_code(monkeypatch):
     answers += ["```python\nwhile True: pass\n```"]
     monkeypatch.setattr(Mars, "generate_until", lambda lm, requests: answers)
     words = ("--tasks", "humaneval_bundled", "--run-code", "--limit", 4, "--device", "cpu")
-    [table] = tables(command("bench.lm_harness", *words).out)
+    [table] = tables_of("bench.lm_harness", *words)
     assert table["lossless"][0].startswith("50.0%")
 
 
