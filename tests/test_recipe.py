@@ -1,9 +1,9 @@
-"""The recipe for thirty rows in docs/training.md, with a toy in place of SmolLM2."""
+"""The trainings of the pages: README's first, and thirty rows with a toy in place of SmolLM2."""
 
 import re
 
 from commands import command
-from common import ROOT
+from common import ROOT, THOROUGH
 from training import log
 
 
@@ -23,3 +23,21 @@ def test_thirty_rows(tmp_path, monkeypatch):
         losses = [step[loss] for step in log(out)]
         assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
         model = out
+
+
+def test_the_first_training_keeps_the_answer(tmp_path, monkeypatch):
+    """After README's first training the model still answers README's question.
+
+    With a rate of 1e-3 it said "The 5 bags and and and 5 plums." (Here fewer steps by default.)
+    """
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "README.md").read_text()
+    [words] = re.findall(r"^python train.py (--model toy/sft [^#\n]*)", page, re.MULTILINE)
+    [answer] = re.findall(r"^The 5 bags hold .*", page, re.MULTILINE)
+    few = () if THOROUGH else ("--steps", 20)
+    done = command("train", *words.split(), *few, "--out", tmp_path)
+    assert done.status == 0, done.err
+    question = "Mia has 5 bags with 12 plums in each. How many plums is that?"
+    for tau in (("--tau", 1), ()):
+        done = command("decode", "--model", tmp_path, *tau, "--prompt", question)
+        assert done.out.strip() == answer
