@@ -21,11 +21,12 @@ from tokenizers import AddedToken
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plumbing.arguments import available_device
+from plumbing.arguments import available_device, fastest_dtype
 from plumbing.chat import MASK, Chat
-from plumbing.cpu import int8_copy, prepare_int8
+from plumbing.cpu import int8_copy
 from plumbing.errors import UserError
 from plumbing.files import check_shapes, locate, read_json, read_tensors
+from plumbing.int8 import check_int8
 
 TOY = Path(__file__).parent / "toy" / "mars"
 GENERATE = TOY / "custom_generate" / "generate.py"  # saved with a model whose masks were trained
@@ -239,7 +240,7 @@ class Attention(nn.Module):
         y = kernel(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(R, T, -1))
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:  # plumbing/cpu.py computes all in one product
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
@@ -254,7 +255,7 @@ class MLP(nn.Module):
         gate, up = self.gate_up(x)
         return self.down_proj(F.silu(gate) * up)
 
-    def gate_up(self, x: Tensor) -> tuple[Tensor, ...]:  # in one product, too
+    def gate_up(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.gate_proj(x), self.up_proj(x)
 
 
@@ -272,7 +273,13 @@ class Layer(nn.Module):
 
 
 class Qwen2(nn.Module):
-    """The transformer of Qwen2 and Qwen3 (and of Llama, whose q, k and v have no biases)."""
+    """The transformer of Qwen2 and Qwen3 (and of Llama, whose q, k and v have no biases).
+
+    Attention.qkv, MLP.gate_up and Qwen2.project are methods so that plumbing/cpu.py can replace
+    them in a copy that decodes faster.
+    """
+
+    is_fast_copy = False
 
     def __init__(self, config: Config):
         super().__init__()
@@ -300,7 +307,7 @@ class Qwen2(nn.Module):
         return self.model.norm(x)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """hidden times the head: (N, V). A method, so that plumbing/cpu.py can replace it."""
+        """hidden times the head: (N, V)."""
         return F.linear(hidden, self.head)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -398,6 +405,13 @@ def load_model(directory: Path, device="cpu", dtype=torch.float32) -> Qwen2:
     return model
 
 
+def num_weights(directory: Path) -> int:
+    """How many numbers the model in `directory` has, by its config.json."""
+    with torch.device("meta"):
+        model = Qwen2(read_config(directory)[0])
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def add_mask_token(model: Qwen2, chat: Chat) -> None:
     """Find the tokenizer's `<|mask|>`, or add it, in a free embedding row or in a new one."""
     config = model.config
@@ -426,16 +440,19 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
 
     Without a name, the bundled toy. Its weights have no gradients; to train it, call
     model.requires_grad_(). torch.int8: a model for decoding only, on a CPU, with products in 8 bits
-    (docs/speed.md).
+    (docs/speed.md). "auto": the dtype that decodes fastest here.
     """
     device = available_device(device)
-    is_int8 = dtype == torch.int8
-    if is_int8:
-        dtype = prepare_int8(device)  # of the weights that stay in float
     directory = TOY if name is None else locate(name)
-    model = load_model(directory, device, dtype)
+    if dtype == "auto":
+        dtype = fastest_dtype(device, num_weights(directory))
+    float_dtype = dtype
+    if dtype == torch.int8:
+        check_int8(device)
+        float_dtype = torch.bfloat16  # in which the weights are read
+    model = load_model(directory, device, float_dtype)
     chat = Chat(directory)
     add_mask_token(model, chat)
-    if is_int8:
-        model = int8_copy(model, chat)
+    if dtype == torch.int8:
+        model = int8_copy(model)
     return model.requires_grad_(False), chat

@@ -29,7 +29,7 @@ from lossless import Lossless
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
-from plumbing.cpu import fast_copy
+from plumbing.cpu import fast_copy, is_int8
 from plumbing.errors import UserError, failure_as, require, run_main
 
 BLOCK_CACHES = (4, 16, 64, 256)  # tokens
@@ -290,13 +290,14 @@ def main() -> None:
         args.rows = [1]
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
-    if dtype == torch.int8 and (args.transformers or args.shape):
-        raise UserError("--dtype int8: without --transformers and --shape")
     model, chat = load(args.model, device, dtype)
+    dtype = torch.int8 if is_int8(model) else model.dtype
+    if dtype == torch.int8 and (args.transformers or args.shape):
+        raise UserError("--transformers, --shape: not in 8 bits; use --dtype float32 or bfloat16")
     if args.shape:
         model = common.random_model(args.shape, device, dtype)
     print(f"{args.shape or args.model}, {len(problems)} problems, {args.rounds} rounds")
-    print(f"{model.device}, {model.dtype}, {torch.get_num_threads()} threads")
+    print(f"{model.device}, {dtype}, {torch.get_num_threads()} threads")
     if args.widths:
         widths(model, args)
     else:

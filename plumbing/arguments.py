@@ -10,7 +10,10 @@ import torch
 from .cpu import can_pack
 from .errors import UserError, failure_as
 from .files import has_model
+from .int8 import IN_8_BITS, largest_weight
 from .terminal import note
+
+LARGE = 10**8  # weights; a smaller model is fast enough in float32
 
 
 class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -34,15 +37,17 @@ class Parser(argparse.ArgumentParser):
         self,
         default: str | None = None,
         help="directory or hub id (default: the bundled toy/mars)",
-        dtypes=("float32", "bfloat16", "int8"),
+        dtypes=("auto", "float32", "bfloat16", "int8"),
     ) -> None:
         """Add --model, and for `find_device` --device and --dtype."""
         self.add_argument("--model", default=default, help=help)
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
-        help = "(default: bfloat16 on cuda, else float32)"
-        if "int8" in dtypes:
-            help = "int8: on a CPU, products in 8 bits; the text may differ " + help
-        self.add_argument("--dtype", choices=dtypes, help=help)
+        if "auto" in dtypes:
+            help = "int8: on a CPU, weights in 8 bits; auto: what decodes fastest"
+            self.add_argument("--dtype", choices=dtypes, default="auto", help=help)
+        else:
+            help = "(default: bfloat16 on cuda, else float32)"
+            self.add_argument("--dtype", choices=dtypes, help=help)
 
 
 def check_number(name: str, value: object, kind: type, least: float, most: float = 10**9) -> float:
@@ -92,8 +97,8 @@ def check_request(prompt: list[int], max_new: int, vocab_size: int) -> None:
     check_number("max_new", max_new, int, 1)
 
 
-def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of --device and --dtype."""
+def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype | str]:
+    """Device and dtype of --device and --dtype; "auto" stays so: `load` chooses by the model."""
     found = available_device(device)
     if found.type not in ("cpu", "cuda"):
         note(f"{found.type}: nobody has tried this project on it; --device cpu was tested")
@@ -101,7 +106,22 @@ def find_device(device: str, dtype: str | None) -> tuple[torch.device, torch.dty
         dtype = "bfloat16" if found.type == "cuda" else "float32"
     if found.type == "cpu" and dtype == "bfloat16" and not can_pack(torch.bfloat16):
         note("this CPU is slow in bfloat16: --dtype float32 may be several times faster")
-    return found, getattr(torch, dtype)
+    return found, dtype if dtype == "auto" else getattr(torch, dtype)
+
+
+def fastest_dtype(device: torch.device, num_weights: int) -> torch.dtype:
+    """What `auto` is for a model that decodes; a note says so if it is not float32 on a CPU."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    if device.type != "cpu" or num_weights < LARGE:
+        return torch.float32
+    if largest_weight() == IN_8_BITS:
+        note("in 8 bits, which is fastest on this CPU; --dtype float32 is slower and rounds less")
+        return torch.int8
+    if can_pack(torch.bfloat16):
+        note("in bfloat16, faster on this CPU; --dtype float32 is slower and rounds less")
+        return torch.bfloat16
+    return torch.float32
 
 
 def available_device(name: str | torch.device) -> torch.device:

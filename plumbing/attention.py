@@ -40,7 +40,6 @@ def additive_mask(mask: Tensor, config, num_threads: int, dtype: torch.dtype) ->
     """The mask (R, 1, T, S) as `attend_folded` takes it: 0 where visible, else -inf; maybe folded.
 
     Made once for all layers; torch would turn a mask of booleans into this one in each of them.
-    Attention is computed in its dtype.
     For few positions it is (R, 1, group * T, S): the query heads that share a key head become more
     positions of one head. The products are the same, but those of one token are 2 (float32) to 6
     times (bfloat16) faster on a CPU. With fewer key heads than threads, though, some would be idle.
@@ -60,6 +59,5 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     elif q.is_cuda and num_heads > k.size(1):  # fast kernels with a mask cannot share key heads
         k = k.repeat_interleave(num_heads // k.size(1), dim=1)
         v = v.repeat_interleave(num_heads // v.size(1), dim=1)
-    q, k, v, dtype = q.to(mask.dtype), k.to(mask.dtype), v.to(mask.dtype), q.dtype
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return y.reshape(R, num_heads, T, head_dim).to(dtype)
+    return y.reshape(R, num_heads, T, head_dim)

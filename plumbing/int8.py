@@ -1,77 +1,68 @@
 """Products in 8 bits on a CPU: half the bytes of bfloat16, so half the reading (docs/speed.md).
 
-Weights are rounded to integers once, each output's with a scale of its own; inputs in each product,
-each position's with a scale of its own. oneDNN's sums of the integer products are exact. Other sums
-are made in float64 and rounded (here; attention's in runner.py): so what a position gets does not
-depend on how many others are computed with it, to the last bit. In float32 the order of a sum may
-change its last bit, and with that an integer; a layer later all numbers differ.
+Weights are rounded to integers of 8 bits once, each output's with a scale of its own; inputs to
+16 bits in each product, each position's with a scale of its own. A CPU multiplies bytes: so the two
+bytes of each input are two rows of one product, which reads the weights once.
+
+    input     3.00   0.61  -1.21    scale 3.00 / 32639
+    integer  32639   6637 -13164    256 * high + low
+    low        127    -19   -108    one row of the product
+    high       127     26    -51    another
+
+Sums of integers are exact: so a position gets the same, to the bit, however many are computed.
 """
 
 import functools
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .errors import UserError
 
-IN_8_BITS = 127  # integers are from -127 to 127
-IN_7_BITS = 63
-ZERO = 128  # oneDNN is fast for unsigned inputs only: so this is added to them
-LEAST_POSITIONS = 4  # fewer take longer
-# Inputs of a matrix that stay in float. In a few the numbers are a hundred times those of others,
-# which would be rounded to nothing next to them (LLM.int8(), arXiv 2208.07339).
-NUM_IN_FLOAT = 16
+IN_8_BITS = 127  # weights are integers from -127 to 127
+IN_7_BITS = 63  # or from -63 to 63: see largest_weight
+IN_16_BITS = 256 * 127 + 127  # inputs: so both bytes are at most 127
+ZERO = 128  # oneDNN is fast for unsigned bytes only: so this is added to both
 TINY = 1e-30  # in place of the scale of zeros
+ROWS = 256  # of a weight, rounded at a time: they stay in the CPU's cache
 
 
 class Int8Product:
-    """F.linear with a weight (outputs, inputs) in 8 bits, and a few of its columns in float."""
+    """F.linear with a weight (outputs, inputs) in 8 bits; it returns float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, largest_inputs: Tensor):
-        """largest_inputs (inputs,): how large each input may be; those of the largest are float."""
-        weight = weight.detach().float()
-        num_in_float = min(NUM_IN_FLOAT, weight.size(1))
-        self.in_float = largest_inputs.topk(num_in_float).indices
-        self.float_weight = weight[:, self.in_float].double()
-        self.bias = None if bias is None else bias.detach().double()
-        others = weight.index_fill(1, self.in_float, 0)
-        self.weight, self.weight_scale = pack(others, largest_weight())
-        self.no_zero_points = torch.zeros(len(weight), dtype=torch.int)
-        self.half = torch.tensor([ZERO + 0.5])  # to unsigned integers torch rounds down
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.packed = pack(weight.detach(), largest_weight())
+        self.bias = None if bias is None else bias.detach().float()
+        self.half = torch.tensor([256 * ZERO + ZERO + 0.5])  # to integers torch rounds down
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (..., inputs) times the weight, plus bias: (..., outputs)."""
-        rows = x.reshape(-1, x.size(-1))
-        floats = rows[:, self.in_float].double()
-        others = rows.index_fill(1, self.in_float, 0)
-        scale = torch.linalg.vector_norm(others, torch.inf, 1, keepdim=True, dtype=torch.float32)
-        scale = scale.mul_(1 / IN_8_BITS).clamp_(min=TINY)
-        rounded = torch.addcdiv(self.half, others, scale).to(torch.uint8)
-        sums = integer_product(rounded, self.weight, self.weight_scale, self.no_zero_points)
-        y = F.linear(floats, self.float_weight, self.bias).float()
-        y.addcmul_(sums, scale)
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        """x (..., inputs) in float32 times the weight, plus bias: (..., outputs)."""
+        rows = x.reshape(-1, x.size(-1))  # (T, inputs)
+        scale = rows.abs().amax(1, keepdim=True).mul_(1 / IN_16_BITS).clamp_(min=TINY)
+        integers = torch.addcdiv(self.half, rows, scale).to(torch.int32)
+        four_bytes = integers.view(torch.uint8).unflatten(1, (-1, 4))  # the lowest comes first
+        low_and_high = four_bytes[:, :, :2].permute(2, 0, 1).flatten(0, 1)  # (2 T, inputs)
+        low, high = integer_product(low_and_high, self.packed).chunk(2)
+        y = torch.add(low, high, alpha=256).mul_(scale)
+        if self.bias is not None:
+            y += self.bias
+        return y.view(*x.shape[:-1], -1)
 
 
-def pack(weight: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Integers in oneDNN's layout and a scale for each output (outputs,): of a float weight.
+def pack(weight: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For `integer_product`: a float weight's integers, at most +-largest; scales, zero points."""
+    scale = weight.abs().amax(1, keepdim=True).float().div_(largest).clamp_(min=TINY)
+    integers = torch.empty(weight.shape, dtype=torch.int8)
+    for i in range(0, len(weight), ROWS):
+        integers[i : i + ROWS] = (weight[i : i + ROWS] / scale[i : i + ROWS]).round_()
+    no_zero_points = torch.zeros(len(weight), dtype=torch.int)
+    return torch.ops.onednn.qlinear_prepack(integers, None), scale[:, 0], no_zero_points
 
-    The integers are from -largest to largest.
-    """
-    scale = (weight.abs().amax(1, keepdim=True) / largest).clamp(min=TINY)
-    integers = (weight / scale).round().to(torch.int8)
-    return torch.ops.onednn.qlinear_prepack(integers, None), scale[:, 0]
 
-
-def integer_product(x: Tensor, weight: Tensor, weight_scale: Tensor, zeros: Tensor) -> Tensor:
-    """(x - ZERO) times a weight of `pack`, times the scale of each output: (N, outputs)."""
-    padding = max(0, LEAST_POSITIONS - len(x))
-    padded = F.pad(x, (0, 0, 0, padding))
+def integer_product(x: Tensor, packed: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """(x - ZERO) times the integers of `pack`, times the scale of each output: (N, outputs)."""
     multiply = torch.ops.onednn.qlinear_pointwise
-    in_float = (None, 1.0, 0, torch.float32)  # no bias; the output is not rounded
-    y = multiply(padded, 1.0, ZERO, weight, weight_scale, zeros, *in_float, "none", [], "")
-    return y[: len(x)]
+    return multiply(x, 1.0, ZERO, *packed, None, 1.0, 0, torch.float32, "none", [], "")
 
 
 @functools.cache
@@ -92,15 +83,13 @@ def is_exact(largest: int) -> bool:
     onednn = torch.backends.mkldnn
     if not (onednn.is_available() and onednn.enabled):
         return False
-    num_inputs = 256
-    weight = torch.full((64, num_inputs), float(largest))  # its scale is 1
-    x = torch.full((LEAST_POSITIONS, num_inputs), 255, dtype=torch.uint8)
+    x = torch.full((2, 256), 255, dtype=torch.uint8)
+    weight = torch.full((64, 256), float(largest))  # its scale is 1
     try:
-        packed, scale = pack(weight, largest)
-        y = integer_product(x, packed, scale, torch.zeros(64, dtype=torch.int))
+        y = integer_product(x, pack(weight, largest))
     except RuntimeError:  # a torch without these operators, or for another kind of CPU
         return False
-    return bool((y == (255 - ZERO) * largest * num_inputs).all())
+    return bool((y == (255 - ZERO) * largest * 256).all())
 
 
 def check_int8(device: torch.device) -> None:
@@ -109,20 +98,3 @@ def check_int8(device: torch.device) -> None:
         raise UserError(f"dtype int8: only on a CPU, not on {device}; use bfloat16 or float32")
     if not largest_weight():
         raise UserError("dtype int8: not on this CPU; use bfloat16 or float32")
-
-
-def largest_inputs(model: nn.Module, tokens: list[int]) -> dict[Tensor, Tensor]:
-    """The largest absolute value of each input of each matrix in a forward: {weight: (inputs,)}."""
-    found = {}
-
-    def note_largest(layer: nn.Linear, inputs: tuple[Tensor]) -> None:
-        found[layer.weight] = inputs[0].flatten(0, -2).abs().amax(0)
-
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    hooks = [layer.register_forward_pre_hook(note_largest) for layer in linears]
-    ids = torch.tensor([tokens])
-    hidden = model(ids, torch.arange(len(tokens))[None], None)
-    for hook in hooks:
-        hook.remove()
-    found[model.head] = hidden[0].abs().amax(0)
-    return found

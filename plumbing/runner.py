@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import additive_mask, attend_folded
-from .cpu import fast_copy, is_int8
+from .cpu import fast_copy
 from .sampling import GumbelNoise
 
 
@@ -31,7 +31,6 @@ class Runner:
         self.noise = GumbelNoise(options.seed, model.config.vocab_size, cache.device)
         self.model = fast_copy(model, options.compile)
         self.num_threads = torch.get_num_threads()  # the attention mask's best shape depends on it
-        self.attention_dtype = torch.float64 if is_int8(self.model) else cache.dtype  # see int8.py
         self.compiled_forward = None
         if options.compile:
             self.compiled_forward = compiled(self.forward, cache)
@@ -103,7 +102,7 @@ class Runner:
         distribution. The text of lossless decoding is one.
         """
         mask = self.cache.mask(inputs[..., 1:])
-        mask = additive_mask(mask, self.config, self.num_threads, self.attention_dtype)
+        mask = additive_mask(mask, self.config, self.num_threads, self.cache.dtype)
         hidden = self.model(inputs[..., 0], inputs[..., 1], mask, self.cache, attend_folded)
         logits = self.model.logits_at(hidden, columns)  # (R, C, V)
         scores = logits
