@@ -15,8 +15,7 @@ and a forward of another width rounds differently. In float32 there is no other 
 is one, it is a bug.
 
 If all rows have a `response`, a line says how well the model predicts these: in nats, the mean of
--log p of a token; with --against, how much worse than the other model (the drift). Another line is
-of a mask after each of their tokens: its loss, how many are sure, and how many of these are wrong.
+-log p of a token; with --against, how much worse than the other model (the drift).
 """
 
 from dataclasses import replace
@@ -36,10 +35,8 @@ from plumbing.data import Example, make_example
 from plumbing.errors import UserError, naming, run_main
 from plumbing.sampling import gumbel_noise
 from scheduler import num_in_common
-from train import Recipe, forward_inputs, hidden_states
 
 TIE = 1e-4
-SURE = 0.95
 
 
 # ------------------------------------------------------------------------ the columns of the table
@@ -152,30 +149,6 @@ def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> st
     return f"{text}; {more:+.3f} nats/token (95 %: {low:+.3f} to {high:+.3f})"
 
 
-@torch.inference_mode()
-def masks(model: Qwen2, examples: list[Example]) -> str:
-    """How well one mask after each response token but the last predicts the token after its place.
-
-    Sure: with a probability of SURE or more. Wrong: sure of another token than the response's.
-    """
-    one_mask = Recipe(model.config.mask_token_id, block=1)
-    losses = []
-    is_wrong = []  # of the sure ones
-    for example in examples:
-        [inputs] = forward_inputs([example], one_mask)
-        inputs = inputs.to(model.device)
-        logits = model.logits(hidden_states(model, inputs)[inputs.is_mask])  # (M, V)
-        target = inputs.target[inputs.is_mask]
-        losses += cross_entropy(logits, target, reduction="none").tolist()
-        probability, best = logits.softmax(-1).max(-1)
-        is_wrong += (best != target)[probability >= SURE].tolist()
-    num_masks = max(1, len(losses))  # a response of one token has none
-    num_sure = len(is_wrong)
-    share_wrong = sum(is_wrong) / max(1, num_sure)
-    text = f"{sum(losses) / num_masks:.3f} nats/token; {num_sure / num_masks:.1%} pass {SURE}"
-    return f"{text}; of these {share_wrong:.1%} are wrong ({sum(is_wrong)} of {num_sure})"
-
-
 # ----------------------------------------------------------------------------------------- the run
 
 
@@ -211,7 +184,6 @@ def main() -> None:
     print(make_table(chat, problems, answers, rivals))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
-        print(f"One mask after each of their tokens: {masks(model, given)}.")
     if "lossless" in ways:
         check_partings(model, answers["AR"], answers["lossless"], ways["lossless"])
 
