@@ -9,11 +9,6 @@ An answer is right if its last number is the problem's. (Prompts without answers
 next columns say how many points more accurate a way is than AR and, with --against, than AR of
 another model, with intervals of 95 %. "tokens/forward" is all tokens over all forwards.
 
-Where a lossless answer parts from AR's and the two best scores (logits, with the Gumbel noise
-at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
-and a forward of another width rounds differently. In float32 there is no other difference. If there
-is one, it is a bug.
-
 If all rows have a `response`, a line says how well the model predicts these: in nats, the mean of
 -log p of a token; with --against, how much worse than the other model (the drift).
 """
@@ -27,17 +22,12 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from bench import common
-from decode import Options, Sequence, generate
+from decode import generate
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
 from plumbing.data import Example, make_example
 from plumbing.errors import UserError, naming, run_main
-from plumbing.sampling import gumbel_noise
-from scheduler import num_in_common
-
-TIE = 1e-4
-
 
 # ------------------------------------------------------------------------ the columns of the table
 
@@ -69,38 +59,6 @@ def make_table(chat: Chat, problems: list[dict], answers: dict, rivals: list[str
         rows.append(cells)
     head += ["tokens/forward", "same as AR"]
     return common.table(["", *head], rows)
-
-
-# ------------------------------------------------------------------------------ is it AR's answer?
-
-
-@torch.inference_mode()
-def gap_between_best(model: Qwen2, answer: Sequence, num_tokens: int, options: Options) -> float:
-    """The difference of the two best scores for what follows the first tokens of an answer's text.
-
-    The scores are those of plumbing/sampling.py: logits, at a temperature T with T times the noise.
-    """
-    ids = torch.tensor([answer.token_ids[:num_tokens]], device=model.device)
-    positions = torch.arange(num_tokens, device=model.device)[None]
-    last = positions[:, -1:]
-    scores = model.logits_at(model(ids, positions, None), last)[0, 0]  # as the decoder chooses
-    noise = gumbel_noise(options.seed, answer.index, num_tokens, len(scores), scores.device)
-    best, second = (scores + options.temperature * noise).topk(2).values.tolist()
-    return best - second
-
-
-def check_partings(model: Qwen2, expected: list, answers: list, options: Options) -> None:
-    """Say where lossless decoding differs from AR; in float32 that is a bug, except at a tie."""
-    gaps = []
-    for plain, answer in zip(expected, answers):
-        if answer.tokens != plain.tokens:
-            num_same = num_in_common(plain.token_ids, answer.token_ids)
-            gaps.append(gap_between_best(model, plain, num_same, options))
-    if not gaps:
-        return
-    num_ties = sum(gap <= TIE for gap in gaps)
-    print(f"\n{len(gaps)} answers parted from AR's, {num_ties} of them at a tie: ", end="")
-    print(f"the two best scores were at most {max(gaps):.2g} apart.")
 
 
 # ------------------------------------------------------------------- responses that are in the data
@@ -184,8 +142,6 @@ def main() -> None:
     print(make_table(chat, problems, answers, rivals))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
-    if "lossless" in ways:
-        check_partings(model, answers["AR"], answers["lossless"], ways["lossless"])
 
 
 if __name__ == "__main__":
