@@ -37,7 +37,7 @@ def test_bundled_tasks_end_to_end(monkeypatch):
     status, out, err = command("bench.lm_harness", *words)
     assert status == 0, err
     [table] = tables(out)
-    [_, _, toy, _] = table["tau 0.6"]
+    [_, _, toy] = table["tau 0.6"]
     assert float(toy.split(",")[1]) > 2, "the toy model's own problems: several a forward"
     lm = Mars(str(ROOT / "toy/mars"), Options(), device="cpu")
     assert len(said) == 9
