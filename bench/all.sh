@@ -51,9 +51,6 @@ for name in smollm2 qwen2.5; do
         python -m apps.batch "$work/prompts.jsonl" $before --tau 1 --rows 16 --max-new 128 --temperature $temperature > "$work/answers.jsonl"
         quality $model --data "$work/answers.jsonl" --against $name-original --tau 1 --max-new 1
     done
-    for each in "$model" "$before"; do  # how many answers repeat themselves
-        quality $each --data bench/data/plain/test.jsonl --tau 1 --max-new 192
-    done
     gsm8k="--data bench/data/gsm8k/test.jsonl --max-new 64"
     speed $model $gsm8k --limit 4 --transformers --rows 1 --rounds 9
     servers=

@@ -1,7 +1,6 @@
 """What the benchmarks share: problems, answers, random models, tables, arguments."""
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -57,24 +56,11 @@ def are_right(chat: Chat, answers: list[Sequence], problems: list[dict]) -> list
     return [one == last_number(str(row["answer"])) for one, row in zip(found, problems)]
 
 
-@functools.cache
-def resampled(count: int) -> np.ndarray:
-    """How often each of `count` problems is drawn, 2,000 times: (2000, count)."""
-    odds = np.full(count, 1 / count)
-    return np.random.default_rng(0).multinomial(count, odds, size=2000)
-
-
-def mean_and_interval(values: np.ndarray) -> np.ndarray:
-    """The mean of the problems' values and its 95 % interval, a bootstrap over the problems."""
-    drawn = resampled(len(values))
-    low, high = np.quantile(drawn @ values / len(values), [0.025, 0.975])
-    return np.array([np.mean(values), low, high])
-
-
-def share_repeated(tokens: list[int]) -> float:
-    """Of the 6-grams of tokens the share that occurred before."""
-    grams = [tuple(tokens[i : i + 6]) for i in range(len(tokens) - 5)]
-    return (len(grams) - len(set(grams))) / max(1, len(grams))
+def mean_and_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """The mean of the problems' values and its 95 % interval: 1.96 standard errors to each side."""
+    mean = np.mean(values)
+    error = 1.96 * np.std(values) / len(values) ** 0.5
+    return mean, mean - error, mean + error
 
 
 def tokens_per_forward(answers: list[Sequence]) -> float:
@@ -87,16 +73,13 @@ def tokens_per_forward(answers: list[Sequence]) -> float:
 SHAPES = json.loads((ROOT / "bench/shapes.json").read_text(encoding="utf-8"))
 
 
-def config_of(shape: str) -> Config:
-    vocabulary = SHAPES[shape]["vocab_size"]
-    special = {"eos_token_id": (vocabulary - 1,), "mask_token_id": vocabulary - 2}
-    return Config(**SHAPES[shape], **special, max_position_embeddings=32768, rope_theta=1e6)
-
-
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> Qwen2:
     """A model with random weights. It predicts nonsense, at the cost of a trained one."""
+    last = SHAPES[shape]["vocab_size"] - 1
+    special = {"eos_token_id": (last,), "mask_token_id": last - 1}  # in no prompt
+    config = Config(**SHAPES[shape], **special, max_position_embeddings=32768, rope_theta=1e6)
     with device:  # a CPU would take a minute for the 7B
-        return initialize(config_of(shape), seed=0).to(dtype).requires_grad_(False)
+        return initialize(config, seed=0).to(dtype).requires_grad_(False)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

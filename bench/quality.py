@@ -7,18 +7,10 @@
 
 An answer is right if its last number is the problem's. (Prompts without answers will do, too.) The
 next columns say how many points more accurate a way is than AR and, with --against, than AR of
-another model. Intervals are of 95 %: bootstraps over the problems. "tokens/forward" is all tokens
-over all forwards. An answer repeats itself if at least 10 % of its 6-grams of tokens occurred
-before in it; such answers are easy to guess.
-
-Where a lossless answer parts from AR's and the two best scores (logits, with the Gumbel noise
-at a temperature) are at most 1e-4 apart, it parted at a tie: the two tokens are as good as equal,
-and a forward of another width rounds differently. In float32 there is no other difference. If there
-is one, it is a bug.
+another model, with intervals of 95 %. "tokens/forward" is all tokens over all forwards.
 
 If all rows have a `response`, a line says how well the model predicts these: in nats, the mean of
--log p of a token; with --against, how much worse than the other model (the drift). Another line is
-of a mask after each of their tokens: its loss, how many are sure, and how many of these are wrong.
+-log p of a token; with --against, how much worse than the other model (the drift).
 """
 
 from dataclasses import replace
@@ -30,19 +22,12 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from bench import common
-from decode import Options, Sequence, generate
+from decode import generate
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device
 from plumbing.chat import Chat
 from plumbing.data import Example, make_example
 from plumbing.errors import UserError, naming, run_main
-from plumbing.sampling import gumbel_noise
-from scheduler import num_in_common
-from train import Recipe, forward_inputs, hidden_states
-
-TIE = 1e-4
-SURE = 0.95
-
 
 # ------------------------------------------------------------------------ the columns of the table
 
@@ -69,45 +54,11 @@ def make_table(chat: Chat, problems: list[dict], answers: dict, rivals: list[str
         if right:
             cells += accuracies(right[label], [right[rival] for rival in rivals])
         cells.append(f"{common.tokens_per_forward(each):.2f}")
-        num_repetitive = sum(common.share_repeated(answer.tokens) >= 0.1 for answer in each)
-        cells.append(f"{num_repetitive / len(each):.1%}")
         num_same = sum(mine.tokens == plain.tokens for mine, plain in zip(each, answers["AR"]))
         cells.append(f"{num_same} of {len(each)}")
         rows.append(cells)
-    head += ["tokens/forward", "repeat themselves", "same as AR"]
+    head += ["tokens/forward", "same as AR"]
     return common.table(["", *head], rows)
-
-
-# ------------------------------------------------------------------------------ is it AR's answer?
-
-
-@torch.inference_mode()
-def gap_between_best(model: Qwen2, answer: Sequence, num_tokens: int, options: Options) -> float:
-    """The difference of the two best scores for what follows the first tokens of an answer's text.
-
-    The scores are those of plumbing/sampling.py: logits, at a temperature T with T times the noise.
-    """
-    ids = torch.tensor([answer.token_ids[:num_tokens]], device=model.device)
-    positions = torch.arange(num_tokens, device=model.device)[None]
-    last = positions[:, -1:]
-    scores = model.logits_at(model(ids, positions, None), last)[0, 0]  # as the decoder chooses
-    noise = gumbel_noise(options.seed, answer.index, num_tokens, len(scores), scores.device)
-    best, second = (scores + options.temperature * noise).topk(2).values.tolist()
-    return best - second
-
-
-def check_partings(model: Qwen2, expected: list, answers: list, options: Options) -> None:
-    """Say where lossless decoding differs from AR; in float32 that is a bug, except at a tie."""
-    gaps = []
-    for plain, answer in zip(expected, answers):
-        if answer.tokens != plain.tokens:
-            num_same = num_in_common(plain.token_ids, answer.token_ids)
-            gaps.append(gap_between_best(model, plain, num_same, options))
-    if not gaps:
-        return
-    num_ties = sum(gap <= TIE for gap in gaps)
-    print(f"\n{len(gaps)} answers parted from AR's, {num_ties} of them at a tie: ", end="")
-    print(f"the two best scores were at most {max(gaps):.2g} apart.")
 
 
 # ------------------------------------------------------------------- responses that are in the data
@@ -156,30 +107,6 @@ def prediction(model: Qwen2, examples: list[Example], other: Qwen2 | None) -> st
     return f"{text}; {more:+.3f} nats/token (95 %: {low:+.3f} to {high:+.3f})"
 
 
-@torch.inference_mode()
-def masks(model: Qwen2, examples: list[Example]) -> str:
-    """How well one mask after each response token but the last predicts the token after its place.
-
-    Sure: with a probability of SURE or more. Wrong: sure of another token than the response's.
-    """
-    one_mask = Recipe(model.config.mask_token_id, block=1)
-    losses = []
-    is_wrong = []  # of the sure ones
-    for example in examples:
-        [inputs] = forward_inputs([example], one_mask)
-        inputs = inputs.to(model.device)
-        logits = model.logits(hidden_states(model, inputs)[inputs.is_mask])  # (M, V)
-        target = inputs.target[inputs.is_mask]
-        losses += cross_entropy(logits, target, reduction="none").tolist()
-        probability, best = logits.softmax(-1).max(-1)
-        is_wrong += (best != target)[probability >= SURE].tolist()
-    num_masks = max(1, len(losses))  # a response of one token has none
-    num_sure = len(is_wrong)
-    share_wrong = sum(is_wrong) / max(1, num_sure)
-    text = f"{sum(losses) / num_masks:.3f} nats/token; {num_sure / num_masks:.1%} pass {SURE}"
-    return f"{text}; of these {share_wrong:.1%} are wrong ({sum(is_wrong)} of {num_sure})"
-
-
 # ----------------------------------------------------------------------------------------- the run
 
 
@@ -215,9 +142,6 @@ def main() -> None:
     print(make_table(chat, problems, answers, rivals))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
-        print(f"One mask after each of their tokens: {masks(model, given)}.")
-    if "lossless" in ways:
-        check_partings(model, answers["AR"], answers["lossless"], ways["lossless"])
 
 
 if __name__ == "__main__":

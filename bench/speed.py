@@ -25,7 +25,6 @@ import torch
 from bench import common
 from decode import Decoder, Options, Sequence
 from kv_cache import KVCache
-from lossless import Lossless
 from model import Qwen2, load
 from plumbing.arguments import Parser, find_device, number
 from plumbing.chat import Chat
@@ -39,15 +38,12 @@ NUM_PREDICTIONS = {1: 1, 5: 5, 9: 5, 25: 25}
 
 
 def in_turn(
-    ways: dict[str, Callable], rounds: int, device: torch.device, start_up: dict | None = None
+    ways: dict[str, Callable], rounds: int, device: torch.device
 ) -> tuple[dict, dict[str, list[float]]]:
     """Run all ways in turn, `rounds` times: a drift of the machine's speed hits all of them alike.
 
-    Returns each way's last result and its milliseconds in every round. Before, start_up is run
-    (None: every way once), which is not timed.
+    Returns each way's last result and its milliseconds in every round.
     """
-    for work in (start_up or ways).values():
-        work()
     results = {}
     milliseconds = {name: [] for name in ways}
     for _ in range(rounds):
@@ -66,21 +62,18 @@ def now(device: torch.device) -> float:
 
 
 def print_table(title: str, unit: str, values: dict, head=(), cells: dict | None = None) -> None:
-    """values: of each way its figure in every round; ratios are to the first way, and to AR.
+    """values: of each way its figure in every round; ratios are to the first way.
 
     head, cells: more columns; by way, what stands in them.
     """
-    rivals = [name for i, name in enumerate(values) if i == 0 or name == "AR"]
+    first = next(iter(values))
     rows = []
     for name, mine in values.items():
-        row = [name, f"{statistics.median(mine):.2f}"]
-        for rival in rivals:
-            ratios = [a / b for a, b in zip(mine, values[rival])]
-            median = statistics.median(ratios)
-            row.append(f"{median:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        rows.append(row + (cells[name] if cells else []))
-    columns = [f"x {rival} (range)" for rival in rivals]
-    print(f"\n{common.table([title, unit, *columns, *head], rows)}", flush=True)
+        ratios = [a / b for a, b in zip(mine, values[first])]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        more = cells[name] if cells else []
+        rows.append([name, f"{statistics.median(mine):.2f}", ratio, *more])
+    print(f"\n{common.table([title, unit, f'x {first} (range)', *head], rows)}", flush=True)
 
 
 # ----------------------------------------------------------------------------------- ways to decode
@@ -164,13 +157,11 @@ def llama_server(address: str, prompts: list[list[int]], max_new: int) -> list[A
 
 def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
     """Functions of prompts and max_new that give answers; all our decoders share `fast`."""
-    block = model.config.block or 4
-    mask_id = model.config.mask_token_id
     ways = {}
 
-    def add(name: str, method=None, cache=None, compile=args.compile, **settings) -> None:
+    def add(name: str, cache=None, compile=args.compile, **settings) -> None:
         options = Options(compile=compile, temperature=args.temperature, **settings)
-        ways[name] = functools.partial(ours, Decoder(fast, options, rows, longest, method, cache))
+        ways[name] = functools.partial(ours, Decoder(fast, options, rows, longest, cache=cache))
 
     if args.transformers:
         theirs = functools.partial(Theirs(model), rows=rows)
@@ -184,19 +175,13 @@ def make_ways(model: Qwen2, fast: Qwen2, rows: int, longest: int, args) -> dict:
         return ways
     add(f"tau {args.tau:g}", tau=args.tau)
     if args.block_caches:
-        widest = 2 * block + 1
+        widest = 2 * (model.config.block or 4) + 1
         shape = (model.config, rows, longest + widest, model.device, model.dtype)
         add("no cache", cache=NoCache(*shape), compile=False, tau=args.tau)
         for size in BLOCK_CACHES:
             add(f"blocks of {size}", tau=args.tau, block_cache=size)
-        return ways
-    add("lossless")
-    if rows == 1:
-        masks_alone = Lossless(block, mask_id, on_cpu=model.device.type == "cpu")
-        masks_alone.looks_up = False
-        add("lossless, masks alone", masks_alone)
-        # A block of no masks: the text's guesses alone.
-        add("lossless, look-up alone", Lossless(0, mask_id, on_cpu=False))
+    else:
+        add("lossless")
     return ways
 
 
@@ -211,15 +196,13 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
     longest = max(map(len, prompts)) + args.max_new
     fast = fast_copy(model, args.compile)
     for rows in args.rows:
-        asked = prompts
-        if args.shape:  # random weights end no answer early: one batch is enough
-            asked = prompts[:rows]
         ways = make_ways(model, fast, rows, longest, args)
-        work = work_of(ways, asked, args.max_new)
+        work = work_of(ways, prompts, args.max_new)
         start_up = work  # with --compile all widths are met
         if not args.compile:
-            start_up = work_of(ways, asked[:rows], max_new=2)
-        answers, milliseconds = in_turn(work, args.rounds, model.device, start_up)
+            start_up = work_of(ways, prompts[:rows], max_new=2)
+        in_turn(start_up, 1, model.device)
+        answers, milliseconds = in_turn(work, args.rounds, model.device)
         first = next(iter(ways))
         per_second = {}
         cells = {}
@@ -232,8 +215,7 @@ def decoding(model: Qwen2, chat: Chat, problems: list[dict], args) -> None:
         head = [f"same as {first}", "tokens/forward"]
         print_table(f"rows: {rows}", "tok/s", per_second, head, cells)
         if args.llama_cpp:
-            work = work_of(ways, asked, max_new=1)
-            _, begin = in_turn(work, args.rounds, model.device, start_up)
+            _, begin = in_turn(work_of(ways, prompts, max_new=1), args.rounds, model.device)
             after = {}
             for name, found in answers.items():
                 rest = sum(len(answer.tokens) - 1 for answer in found)
@@ -260,7 +242,7 @@ def widths(model: Qwen2, args) -> None:
         return decode(inputs, columns, noise=None).tolist()
 
     work = {f"{width}": functools.partial(forward, width) for width in NUM_PREDICTIONS}
-    in_turn(work, 1, model.device)  # with --compile the second run, too, is slow
+    in_turn(work, 2, model.device)  # with --compile the second run, too, is slow
     _, milliseconds = in_turn(work, args.rounds, model.device)
     print_table("positions", "ms/forward", milliseconds)
 
@@ -286,8 +268,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.transformers:
         require("transformers", "-r bench/requirements.txt")
-    if args.llama_cpp:
-        args.rows = [1]
     problems = common.read_problems(args.data, args.limit)
     device, dtype = find_device(args.device, args.dtype)
     model, chat = load(args.model, device, dtype)

@@ -4,6 +4,7 @@ import io
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,10 +12,9 @@ from commands import command, number, tables, tables_of
 from common import ROOT
 
 from bench import common, quality, speed
-from decode import Options, generate
+from decode import generate
 from model import load
 from plumbing.chat import Chat
-from plumbing.sampling import gumbel_noise
 
 TOY = ("--model", ROOT / "toy/mars", "--data", ROOT / "toy/test.jsonl")
 
@@ -42,10 +42,9 @@ def test_the_last_number_of_an_answer_counts(toy):
 
 
 def test_figures_by_hand():
-    """The share of repeated 6-grams; tokens over forwards, of all answers together."""
-    different = list(range(100))
-    assert common.share_repeated(different[:81] + different[:14]) == 9 / 90
-    assert common.share_repeated([1] * 6) == common.share_repeated([]) == 0
+    """Tokens over forwards, of all answers together; a mean with twice its error, nearly."""
+    interval = common.mean_and_interval(np.array([0.0, 1, 1, 2] * 8))
+    assert interval == pytest.approx((1, 1 - 1.96 / 8, 1 + 1.96 / 8))
     answers = [SimpleNamespace(tokens=[1] * 40, forwards=4)]
     answers.append(SimpleNamespace(tokens=[1] * 8, forwards=4))
     assert common.tokens_per_forward(answers) == 48 / 8
@@ -85,37 +84,10 @@ def test_how_well_given_responses_are_predicted(toy):
     assert quality.given_responses(model, chat, [row, {"prompt": "a"}]) == []
 
 
-def test_masks_that_are_sure_and_wrong(toy):
-    """One forward for each mask: prompt, a part of the response, one mask."""
-    model, chat = toy
-    mask_id = model.config.mask_token_id
-    problems = common.read_problems(ROOT / "toy/test.jsonl", 2)
-    answers = generate(model, common.encode(chat, problems), tau=1.0)
-    texts = [chat.decode(answer.tokens) for answer in answers]
-    texts[1] = texts[0]  # an answer to another question: its masks are wrong
-    rows = [row | {"response": text} for row, text in zip(problems, texts)]
-    examples = quality.given_responses(model, chat, rows)
-    losses = []
-    num_sure = num_wrong = 0
-    for example in examples:
-        for place in range(example.prompt_length, len(example.tokens) - 1):
-            ids = torch.tensor([[*example.tokens[:place], mask_id]])
-            hidden = model(ids, torch.arange(place + 1)[None], None)
-            probs = model.logits(hidden[0, -1:])[0].softmax(-1)
-            losses.append(-probs[example.tokens[place + 1]].log().item())
-            num_sure += bool(probs.max() >= 0.95)
-            num_wrong += bool(probs.max() >= 0.95 and probs.argmax() != example.tokens[place + 1])
-    loss = sum(losses) / len(losses)
-    expected = f"{loss:.3f} nats/token; {num_sure / len(losses):.1%} pass 0.95; "
-    expected += f"of these {num_wrong / num_sure:.1%} are wrong ({num_wrong} of {num_sure})"
-    assert quality.masks(model, examples) == expected
-    assert len(losses) > num_sure > num_wrong > 0
-
-
 def test_accuracy_against_that_of_another():
     """Two more of three are right; and one is, another no longer."""
     rivals = [[False, False, False], [True, False, True]]
-    expected = ["66.7%", "+66.7 (+0.0 to +100.0)", "+0.0 (-100.0 to +100.0)"]
+    expected = ["66.7%", "+66.7 (+13.3 to +120.0)", "+0.0 (-92.4 to +92.4)"]
     assert quality.accuracies([True, True, False], rivals) == expected
 
 
@@ -130,56 +102,22 @@ def test_the_table_of_qualities():
     _, alone, _ = command("bench.quality", "--model", sft, *TOY[2:], "--limit", 12, "--tau", 1)
     [own] = tables(alone)
     assert table[sft][0] == own["AR"][0] and table[sft][2] == "+0.0 (+0.0 to +0.0)"
-    assert number(table["AR"][0]) > 80 and table["AR"][3:] == ["1.00", "0.0%", "12 of 12"]
+    assert number(table["AR"][0]) > 80 and table["AR"][3:] == ["1.00", "12 of 12"]
     assert number(table["tau 0.5"][3]) > 2
-    assert "The responses in --data: " in out and "One mask after each of their tokens: " in out
+    assert "The responses in --data: " in out
 
 
 @pytest.mark.parametrize("drawn", [(), ("--temperature", 1, "--seed", 3)], ids=["greedy", "drawn"])
 def test_verified_answers_are_those_of_ar(drawn):
     status, out, _ = command("bench.quality", *TOY, "--limit", 12, *drawn)
     [table] = tables(out)
-    assert status == 0 and list(table) == ["AR", "lossless"] and "parted" not in out
+    assert status == 0 and list(table) == ["AR", "lossless"]
     assert table["lossless"][-1] == "12 of 12" and float(table["lossless"][2]) > 1.5
-
-
-def test_the_gap_where_sampled_answers_part():
-    """It is that of the scores that were compared: logits with the noise."""
-    model, chat = load(str(ROOT / "toy/mars"), dtype=torch.float64)
-    options = Options(temperature=1.5, tau=1, seed=7, max_new=20)
-    prompts = toy_prompts(chat, 3)
-    [*_, answer] = generate(model, prompts, **vars(options))
-    for num_tokens in range(len(prompts[2]), len(answer.token_ids)):
-        text = torch.tensor([answer.token_ids[:num_tokens]])
-        logits = model.logits(model(text, torch.arange(num_tokens)[None], None)[0, -1:])[0]
-        scores = logits + 1.5 * gumbel_noise(7, 2, num_tokens, *logits.shape, logits.device)
-        best, second = scores.sort(descending=True).values[:2]
-        assert scores.argmax() == answer.token_ids[num_tokens]
-        found = quality.gap_between_best(model, answer, num_tokens, options)
-        assert found == pytest.approx((best - second).item())
-
-
-@pytest.mark.parametrize("tie, num_ties", [(quality.TIE, 0), (100.0, 1)])
-def test_a_verified_answer_that_differs(monkeypatch, tie, num_ties):
-    """It is told whether it parted at a tie."""
-
-    def wrong(*words, tau, **options):
-        answers = generate(*words, tau=tau, **options)
-        if tau is None:
-            answers[0].token_ids[answers[0].prompt_length + 3] += 1
-        return answers
-
-    monkeypatch.setattr(quality, "generate", wrong)
-    monkeypatch.setattr(quality, "TIE", tie)
-    done = command("bench.quality", *TOY, "--limit", 3)
-    assert tables(done.out)[0]["lossless"][-1] == "2 of 3"
-    assert f"1 answers parted from AR's, {num_ties} of them at a tie" in done.out
 
 
 # ---------------------------------------------------------------------------------------- speed
 
 SAME, TOKENS = -2, -1  # columns
-ALONE = {"lossless, masks alone", "lossless, look-up alone"}  # at one row
 
 
 def test_the_table_of_speeds():
@@ -187,9 +125,7 @@ def test_the_table_of_speeds():
     per_forward = {name: number(cells[TOKENS]) for name, cells in table.items()}
     assert number(table["AR"][1]) == per_forward["AR"] == 1
     assert per_forward["lossless"] > per_forward["tau 0.95"] > 2
-    assert per_forward["lossless, masks alone"] > 2 > per_forward["lossless, look-up alone"] > 1
-    for name in ("AR", "lossless", *ALONE):
-        assert table[name][SAME] == "4 of 4", "the text of AR"
+    assert table["lossless"][SAME] == "4 of 4", "the text of AR"
 
 
 def test_the_table_of_block_caches(monkeypatch):
@@ -214,9 +150,17 @@ def test_the_table_of_block_caches(monkeypatch):
 def test_next_to_transformers(monkeypatch):
     """transformers' own model around our tensors says the same."""
     words = ("--limit", 3, "--rounds", 1, "--rows", 1, 3, "--max-new", 12, "--device", "cpu")
+<<<<<<< HEAD
     alone, batch = tables_of("bench.speed", *TOY, "--transformers", *words)
     assert alone.keys() - batch.keys() == {"prompt lookup", *ALONE}
     assert alone["transformers"][1] == alone["AR"][2] == "1.00 (1.00 to 1.00)"
+=======
+    status, out, err = command("bench.speed", *TOY, "--transformers", *words)
+    assert status == 0, err
+    alone, batch = tables(out)
+    assert alone.keys() - batch.keys() == {"prompt lookup"}
+    assert alone["transformers"][1] == "1.00 (1.00 to 1.00)"
+>>>>>>> 118dd23f50b4103226880bacb076289a4be00e62
     for cells in [*alone.values(), *batch.values()]:
         assert cells[SAME] == "3 of 3", "the text of transformers"
     tiny = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 128}

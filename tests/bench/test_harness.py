@@ -35,7 +35,7 @@ def test_bundled_tasks_end_to_end(monkeypatch):
     words = ["--tasks", "gsm8k", "ifeval_bundled", "toy", "--limit", 3, "--max-new", 24]
     words += ["--tau", 0.6, "--rows", 4, "--device", "cpu"]
     [table] = tables_of("bench.lm_harness", *words)
-    [_, _, toy, _] = table["tau 0.6"]
+    [_, _, toy] = table["tau 0.6"]
     assert float(toy.split(",")[1]) > 2, "the toy model's own problems: several a forward"
     lm = Mars(str(ROOT / "toy/mars"), Options(), device="cpu")
     assert len(said) == 9
