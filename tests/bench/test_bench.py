@@ -150,17 +150,9 @@ def test_the_table_of_block_caches(monkeypatch):
 def test_next_to_transformers(monkeypatch):
     """transformers' own model around our tensors says the same."""
     words = ("--limit", 3, "--rounds", 1, "--rows", 1, 3, "--max-new", 12, "--device", "cpu")
-<<<<<<< HEAD
     alone, batch = tables_of("bench.speed", *TOY, "--transformers", *words)
-    assert alone.keys() - batch.keys() == {"prompt lookup", *ALONE}
-    assert alone["transformers"][1] == alone["AR"][2] == "1.00 (1.00 to 1.00)"
-=======
-    status, out, err = command("bench.speed", *TOY, "--transformers", *words)
-    assert status == 0, err
-    alone, batch = tables(out)
     assert alone.keys() - batch.keys() == {"prompt lookup"}
     assert alone["transformers"][1] == "1.00 (1.00 to 1.00)"
->>>>>>> 118dd23f50b4103226880bacb076289a4be00e62
     for cells in [*alone.values(), *batch.values()]:
         assert cells[SAME] == "3 of 3", "the text of transformers"
     tiny = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 128}
