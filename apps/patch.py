@@ -109,8 +109,6 @@ def read_patch(path: Path) -> tuple[dict[str, Tensor], dict]:
 
 def make(base: str, tuned: str, file: Path, rank: int) -> None:
     """Write the patch that turns `base` into `tuned`."""
-    if file.exists():
-        raise UserError(f"{file}: is there already; choose another name")
     before, _ = load(base)
     after, chat = load(tuned)
     weights = before.state_dict()

@@ -92,30 +92,25 @@ class Mars(LM):
         for prompt in prompts:
             decoder.add(prompt)
         texts = [""] * len(prompts)
+        said = [[] for _ in prompts]  # tokens
         with tqdm(total=len(prompts), desc=self.name) as bar:
-            for answer, _ in decoder:
-                stop_strings = requests[answer.index].args[1].get("until") or []
+            for answer, new in decoder:
+                i = answer.index
+                stop_strings = requests[i].args[1].get("until") or []
                 if isinstance(stop_strings, str):
                     stop_strings = [stop_strings]
-                text = self.chat.decode(answer.tokens)
-                num_tokens = len(answer.tokens)
-                stop = stop_at(text, stop_strings)
-                if stop is not None:
-                    answer.done = True  # its row is free for the next request
-                    text = text[:stop]
-                    num_tokens = self.num_through_stop(answer.tokens, stop_strings)
+                for token in new:
+                    said[i].append(token)
+                    texts[i] = self.chat.decode(said[i])
+                    stop = stop_at(texts[i], stop_strings)
+                    if stop is not None:
+                        texts[i] = texts[i][:stop]
+                        answer.done = True  # its row is free for the next request
+                        break
                 if answer.done:
-                    texts[answer.index] = text
-                    self.counts.update(tokens=num_tokens, forwards=answer.forwards)
+                    self.counts.update(tokens=len(said[i]), forwards=answer.forwards)
                     bar.update()
         return texts
-
-    def num_through_stop(self, tokens: list[int], stop_strings: list[str]) -> int:
-        """How many tokens there are, up to the one that completes a stop string."""
-        for count in range(1, len(tokens)):
-            if stop_at(self.chat.decode(tokens[:count]), stop_strings) is not None:
-                return count
-        return len(tokens)
 
     def loglikelihood(self, requests: list) -> list:
         raise UserError("a task that asks for likelihoods: any harness model at tau 1 can do it")

@@ -6,8 +6,8 @@
     python -m bench.quality --data bench/data/gsm8k/test.jsonl --max-new 128
 
 An answer is right if its last number is the problem's. (Prompts without answers will do, too.) The
-next columns say how many points more accurate a way is than AR and, with --against, than AR of
-another model, with intervals of 95 %. "tokens/forward" is all tokens over all forwards.
+next column says how many points more accurate a way is than AR or, with --against, than AR of
+another model, with its interval of 95 %. "tokens/forward" is all tokens over all forwards.
 
 If all rows have a `response`, a line says how well the model predicts these: in nats, the mean of
 -log p of a token; with --against, how much worse than the other model (the drift).
@@ -32,27 +32,20 @@ from plumbing.errors import UserError, naming, run_main
 # ------------------------------------------------------------------------ the columns of the table
 
 
-def accuracies(right: list[bool], rivals: list[list[bool]]) -> list[str]:
-    """In percent the answers that are right, and how many points more than those of each rival."""
-    cells = [f"{np.mean(right):.1%}"]
-    for others in rivals:
-        gains = 100 * (np.array(right, dtype=float) - others)
-        cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*common.mean_and_interval(gains)))
-    return cells
-
-
-def make_table(chat: Chat, problems: list[dict], answers: dict, rivals: list[str]) -> str:
-    """answers: the sequences of each way, AR's first; rivals: ways to compare accuracies with."""
+def make_table(chat: Chat, problems: list[dict], answers: dict, rival: str) -> str:
+    """answers: the sequences of each way, AR's first; rival: the way to compare accuracies with."""
     right = {}
     head = []
     if "answer" in problems[0]:
         right = {label: common.are_right(chat, each, problems) for label, each in answers.items()}
-        head = ["accuracy", *(f"points more than {rival}" for rival in rivals)]
+        head = ["accuracy", f"points more than {rival}"]
     rows = []
     for label, each in answers.items():
         cells = [label]
         if right:
-            cells += accuracies(right[label], [right[rival] for rival in rivals])
+            gains = 100 * (np.array(right[label], dtype=float) - right[rival])
+            cells.append(f"{np.mean(right[label]):.1%}")
+            cells.append("{:+.1f} ({:+.1f} to {:+.1f})".format(*common.mean_and_interval(gains)))
         cells.append(f"{common.tokens_per_forward(each):.2f}")
         num_same = sum(mine.tokens == plain.tokens for mine, plain in zip(each, answers["AR"]))
         cells.append(f"{num_same} of {len(each)}")
@@ -133,13 +126,11 @@ def main() -> None:
     answers = {}
     for label, options in tqdm(ways.items(), leave=False, disable=None):  # a bar in a terminal
         answers[label] = generate(model, prompts, args.rows, **vars(options))
-    rivals = ["AR"]
     if other:
-        rivals.append(args.against)
         answers[args.against] = generate(other, prompts, args.rows, **vars(plain))
 
     print(f"{args.model}, {args.data}: {len(problems)} problems\n")
-    print(make_table(chat, problems, answers, rivals))
+    print(make_table(chat, problems, answers, rival=args.against or "AR"))
     if given:
         print(f"\nThe responses in --data: {prediction(model, given, other)}.")
 

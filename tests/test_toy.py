@@ -29,10 +29,3 @@ def test_toy_is_reproducible(tmp_path, monkeypatch):
     assert command("toy.make").status == 0
     for name in ("train.jsonl", "test.jsonl", "base/tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (ROOT / "toy" / name).read_bytes(), name
-
-
-def test_no_file_is_replaced(tmp_path):
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text("mine")
-    assert command("toy.make", "--rows", 5, "--out", mine).status == 2
-    assert mine.read_text() == "mine"

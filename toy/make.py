@@ -129,21 +129,16 @@ def train_tokenizer(rows: list[dict]) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="write only a training file, under this new name")
+    parser.add_argument("--out", type=Path, help="write only a training file, here")
     parser.add_argument("--rows", type=int, default=TRAIN_ROWS, help="how many it has")
     args = parser.parse_args()
-    if args.out is None:
-        train, test = split(TRAIN_ROWS)
-        write(HERE / "train.jsonl", train)
-        write(HERE / "test.jsonl", test)
-        train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
+    train, test = split(args.rows)
+    if args.out:
+        write(args.out, train)
         return
-    try:
-        args.out.touch(exist_ok=False)
-    except OSError as error:
-        parser.error(f"--out: {error}")
-    train, _ = split(args.rows)
-    write(args.out, train)
+    write(HERE / "train.jsonl", train)
+    write(HERE / "test.jsonl", test)
+    train_tokenizer(train).save(str(HERE / "base/tokenizer.json"))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import io
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -84,11 +85,14 @@ def test_how_well_given_responses_are_predicted(toy):
     assert quality.given_responses(model, chat, [row, {"prompt": "a"}]) == []
 
 
-def test_accuracy_against_that_of_another():
-    """Two more of three are right; and one is, another no longer."""
-    rivals = [[False, False, False], [True, False, True]]
-    expected = ["66.7%", "+66.7 (+13.3 to +120.0)", "+0.0 (-92.4 to +92.4)"]
-    assert quality.accuracies([True, True, False], rivals) == expected
+def test_accuracy_against_that_of_another(toy, monkeypatch):
+    """Of three answers two more are right; or one more, and another no longer."""
+    answers = dict.fromkeys(["AR", "none", "others"], [SimpleNamespace(tokens=[1], forwards=1)] * 3)
+    verdicts = [[True, True, False], [False, False, False], [True, False, True]]
+    for rival, gain in (("none", "+66.7 (+13.3 to +120.0)"), ("others", "+0.0 (-92.4 to +92.4)")):
+        monkeypatch.setattr(common, "are_right", mock.Mock(side_effect=verdicts))
+        [table] = tables(quality.make_table(toy[1], [{"answer": "1"}], answers, rival))
+        assert table["AR"][:2] == ["66.7%", gain]
 
 
 def test_the_table_of_qualities():
@@ -98,12 +102,12 @@ def test_the_table_of_qualities():
     status, out, _ = command("bench.quality", *TOY, *words)
     [table] = tables(out)
     assert status == 0 and list(table) == ["AR", "tau 0.5", sft]
-    assert f"| accuracy | points more than AR | points more than {sft} |" in " ".join(out.split())
+    assert f"| accuracy | points more than {sft} |" in " ".join(out.split())
     _, alone, _ = command("bench.quality", "--model", sft, *TOY[2:], "--limit", 12, "--tau", 1)
     [own] = tables(alone)
-    assert table[sft][0] == own["AR"][0] and table[sft][2] == "+0.0 (+0.0 to +0.0)"
-    assert number(table["AR"][0]) > 80 and table["AR"][3:] == ["1.00", "12 of 12"]
-    assert number(table["tau 0.5"][3]) > 2
+    assert table[sft][0] == own["AR"][0] and table[sft][1] == "+0.0 (+0.0 to +0.0)"
+    assert number(table["AR"][0]) > 80 and table["AR"][2:] == ["1.00", "12 of 12"]
+    assert number(table["tau 0.5"][2]) > 2
     assert "The responses in --data: " in out
 
 

@@ -49,10 +49,8 @@ def mars(model, text, logits_processor, stopping_criteria, generation_config,
         raise ValueError("MARS takes one row of ids: no padding, beams, assistant, guidance_scale")
     if has_outputs and generation_config.return_dict_in_generate:
         raise ValueError("MARS returns no scores, logits or states")
-    if text.size(1) == 0:
-        raise ValueError("MARS: the text is empty; it needs a token to begin with")
     if not isinstance(cache, DynamicCache) or cache.get_seq_length() >= text.size(1):
-        raise ValueError("MARS decodes with generate's default cache, shorter than the text")
+        raise ValueError("MARS needs generate's default cache, shorter than the (not empty) text")
     is_tau = isinstance(tau, (int, float)) and 0 <= tau <= 1
     if not is_tau and (guard or tau is not None):
         raise ValueError(f"MARS: tau is a number from 0 to 1, not {tau!r}; guard=True needs one")
