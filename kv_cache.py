@@ -106,7 +106,7 @@ class KVCache:
         return keys[self.at, :, : self.span], values[self.at, :, : self.span]
 
     def commit(self, counts: dict[int, int]) -> None:
-        """Keep the first counts[row] of the positions just written to each of these rows."""
+        """Keep the first counts[row] of what was just written to a row; without a count none."""
         for row, count in counts.items():
             self.lengths[row] += count
 
@@ -118,7 +118,7 @@ class KVCache:
         return self.capacity - text_length
 
     def waiting(self, text_lengths: dict[int, int]) -> set[int]:
-        """Which rows wait for others in the next forward. text_lengths: of each row in it."""
+        """The rows that the next forward leaves out. text_lengths: of every row that runs."""
         return set()
 
 
@@ -176,10 +176,10 @@ class BlockCache(KVCache):
         return full
 
 
-def make_cache(model, rows: int, longest: int, options) -> KVCache:
-    """The cache for a model and decode.Options; longest: the most positions of a row."""
+def make_cache(model, rows: int, num_slots: int, options) -> KVCache:
+    """The cache for a model and decode.Options; num_slots: the least that a row needs."""
     unit = COMPILED_UNIT if options.compile else UNIT
-    capacity = ceil(longest / unit) * unit
+    capacity = ceil(num_slots / unit) * unit
     settings = {"device": model.device, "dtype": model.dtype, "unit": unit}
     if options.block_cache:
         return BlockCache(model.config, rows, capacity, options.block_cache, **settings)

@@ -33,8 +33,8 @@ At a temperature every position of the text has its own noise (plumbing/sampling
 drawn with the noise of its position, and AR's token with the same, so that both often come out
 alike (Gumbel coupling, arXiv 2408.07978). The text is the one that AR draws with this noise.
 
-`Lossless` is a decoding method as `Threshold` in decode.py is. (`guarded` is for that one: with
---guard the text checks what a tau accepted.)
+`Lossless` is a decoding method, as `Threshold` in decode.py is. (`witness` and `guarded` are for
+decode.py's `Guarded`: with --guard the text checks what a tau accepted.)
 """
 
 from dataclasses import dataclass, field
@@ -53,6 +53,7 @@ LEAST_FOR_A_MASK = 0.7  # on a CPU, add a mask while all before it hold with at 
 # or 8 tokens. These become means over the guesses that were checked; the newest counts RATE.
 FIRST_MASK_CHANCE = 0.9
 FIRST_RUN_CHANCES = {2: 0.5, 4: 0.8, 8: 0.95}
+RUN_LENGTHS = tuple(FIRST_RUN_CHANCES)  # ascending: `next_token` relies on it
 RATE = 0.05
 
 
@@ -73,13 +74,13 @@ class PromptLookup:
         followed the last time. The longest run counts; without any it is (None, 0).
         """
         for place in range(self.next_place, len(text)):
-            for length in FIRST_RUN_CHANCES:
+            for length in RUN_LENGTHS:
                 if length <= place:
                     self.goes_on_at[tuple(text[place - length : place])] = place
         self.next_place = len(text)
-        tail = text[-max(FIRST_RUN_CHANCES) :] + guesses
+        tail = text[-max(RUN_LENGTHS) :] + guesses
         found = (None, 0)
-        for length in FIRST_RUN_CHANCES:
+        for length in RUN_LENGTHS:
             place = self.goes_on_at.get(tuple(tail[-length:]))
             if place is None:  # then no longer run is there: it would end with this one
                 break
@@ -93,14 +94,16 @@ def witness(sequence: Sequence, accepted: list[int], token: int) -> str:
     accepted: what stands between the text and this token. A token that repeats the one before it
     is contradicted, for that is how masks slip most often.
     """
+    if token == accepted[-1]:
+        return "contradicted"
     if sequence.state is None:
         sequence.state = PromptLookup()
     follows, _ = sequence.state.next_token(sequence.token_ids, accepted)
-    if token == accepted[-1]:
-        return "contradicted"
     if follows is None:
         return "silent"
-    return "confirmed" if follows == token else "contradicted"
+    if follows == token:
+        return "confirmed"
+    return "contradicted"
 
 
 def guarded(sequence: Sequence, accepted: list[int], is_sure: list[bool]) -> list[int]:
@@ -170,7 +173,7 @@ class Lossless:
         return size
 
     def additions(self, sequence: Sequence) -> list[Position]:
-        """The guesses and groups of masks that follow a text: its `Plan`.
+        """Plan the forward, in sequence.state. Returns its guesses and groups of masks.
 
         After the text a b c, the guess d and the groups 0 and 1 of B = 2 masks:
 
@@ -181,7 +184,7 @@ class Lossless:
         if sequence.state is None:
             sequence.state = Plan()
         plan = sequence.state
-        if sequence.forwards:  # a prefill has masks only
+        if sequence.forwards > 0:  # the first, a prefill, has room for masks only (Scheduler)
             plan.guesses = self.chain(plan.lookup, sequence.token_ids, plan.from_masks)
         plan.groups = likely_groups([guess.chance for guess in plan.guesses], self.most_groups)
         plan.group_size = self.group_size()
@@ -206,7 +209,8 @@ class Lossless:
     def accept(self, sequence: Sequence, tokens: list[int], confidences: list[float]) -> list[int]:
         """The guesses that hold, and AR's token after them.
 
-        tokens: AR's after x, g1, g2, ..., then what the masks of each group predict.
+        Also keeps what the useful masks predict, for the next plan, and learns how likely guesses
+        hold. tokens: AR's after x, g1, g2, ..., then what the masks of each group predict.
         """
         plan = sequence.state
         num_held = num_in_common(tokens, [guess.token for guess in plan.guesses])

@@ -59,13 +59,14 @@ class Config:
         """Raise ValueError for impossible values."""
         for field in fields(self):
             value = getattr(self, field.name)
-            is_left_out = value is None and field.default is None
-            if field.type in (str, bool, tuple[int, ...]) or is_left_out:
+            if value is None and field.default is None:  # left out
                 continue
-            if field.type is float and not (type(value) in (int, float) and 0 < value < math.inf):
-                raise ValueError(f"{field.name} {value!r}: must be a number above 0")
-            if field.type is not float and not (type(value) is int and value > 0):
-                raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
+            if field.type is float:
+                if not (type(value) in (int, float) and 0 < value < math.inf):
+                    raise ValueError(f"{field.name} {value!r}: must be a number above 0")
+            elif field.type in (int, int | None):
+                if not (type(value) is int and value > 0):
+                    raise ValueError(f"{field.name} {value!r}: must be a whole number above 0")
         if self.block and self.block >= 1000:  # as on the command lines
             raise ValueError(f"block {self.block}: must be below 1000")
         head_dim = self.head_dim or self.hidden_size / self.num_attention_heads

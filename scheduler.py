@@ -12,7 +12,7 @@ class Position(NamedTuple):
 
     token: int
     pos: int
-    prefix: int  # how many tokens of the text it sees
+    prefix: int  # how many tokens it sees that are no masks: text, and guesses fed as text
 
     @property
     def is_mask(self) -> bool:
@@ -71,7 +71,7 @@ class Scheduler:
         self.block = block
         self.queue: deque[Sequence] = deque()
         self.sequences: list[Sequence | None] = [None] * rows  # in each row
-        self.waiting: set[int] = set()  # rows that waited for others in the last forward
+        self.waiting: set[int] = set()  # what `cache.waiting` said last; after a prefill empty
 
     def schedule(self) -> tuple[dict[int, Sequence], bool]:
         """The rows that the next forward feeds, each with its sequence; and is it a prefill?

@@ -296,7 +296,7 @@ def train(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     steps_done = run.resume(model, optimizer)
-    clean_losses = []
+    second_losses = []
     for step in range(steps_done + 1, recipe.steps + 1):
         began = time.perf_counter()
         examples = run.data.next_batch(recipe.batch)
@@ -311,13 +311,13 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
 
-        noisy, clean = processes.total(own_losses).tolist()
-        clean_losses.append(clean)
+        noisy, second = processes.total(own_losses).tolist()
+        second_losses.append(second)
         num_tokens = sum(len(example.tokens) for example in examples)
         record = {
             "step": step,
             "noisy": round(noisy, 5),  # 0 for --objective sft
-            run.second_loss: round(clean, 5),
+            run.second_loss: round(second, 5),  # "clean"; in apps/low_rank.py "drift"
             "lr": rate,
             "grad_norm": round(norm, 4),
             "tokens_per_s": round(num_tokens / (time.perf_counter() - began)),
@@ -334,7 +334,7 @@ def train(
             run.save(model, optimizer)
         if stop and not is_last:  # after the last step the run is complete
             return stop
-    last = clean_losses[-math.ceil(recipe.steps / 10) :]
+    last = second_losses[-math.ceil(recipe.steps / 10) :]
     if last:  # a run that was complete already made no step
         name = run.second_loss
         processes.say(f"{name}, mean of the last {len(last)} steps: {sum(last) / len(last):.3f}")
@@ -451,7 +451,7 @@ def announce(args: argparse.Namespace, model: Qwen2, recipe: Recipe, data: Datas
 
 
 def say_what_next(args: argparse.Namespace, model: Qwen2, recipe: Recipe, run: Run) -> None:
-    """Say how to go on after the last step, and show one answer of the model that was saved."""
+    """Say how to go on after the last step, and show how the saved model answers a row's prompt."""
     out = args.out
     megabytes = sum(path.stat().st_size for path in out.glob("checkpoints/*/*")) / 1e6
     processes.say(f"{out}/checkpoints ({megabytes:,.0f} MB) is for --resume: it may be deleted")
@@ -459,15 +459,15 @@ def say_what_next(args: argparse.Namespace, model: Qwen2, recipe: Recipe, run: R
         words = f"--model {out} --data {args.data} --out {out}-mars"
         processes.say(f"the next stage: python train.py {words}")
     processes.say(decode_command(out))
-    if dist.is_initialized():
+    if dist.is_initialized():  # the others would wait for the process that answers
         return
-    [example, *_] = run.data.held_out + run.data.first
+    example = (run.data.held_out + run.data.first)[0]
     prompt = example.tokens[: example.prompt_length]
     saved, chat = load(str(out), model.device, recipe.dtype)
-    tau = 1 if recipe.block is None else None
-    [answer] = generate(saved, [prompt], tau=tau, max_new=args.max_length - len(prompt))
-    figures = f"{len(answer.tokens)} tokens in {answer.forwards} forwards"
-    processes.say(f"{chat.decode(answer.token_ids)}\n({figures})")
+    tau = 1 if recipe.block is None else None  # without masks AR, else lossless
+    [sequence] = generate(saved, [prompt], tau=tau, max_new=args.max_length - len(prompt))
+    figures = f"{len(sequence.tokens)} tokens in {sequence.forwards} forwards"
+    processes.say(f"{chat.decode(sequence.token_ids)}\n({figures})")
 
 
 def main() -> None:
