@@ -26,7 +26,7 @@ from plumbing.chat import MASK, Chat
 from plumbing.cpu import int8_copy
 from plumbing.errors import UserError
 from plumbing.files import check_shapes, locate, read_json, read_tensors
-from plumbing.int8 import check_int8
+from plumbing.int8 import float_dtype
 
 TOY = Path(__file__).parent / "toy" / "mars"
 GENERATE = TOY / "custom_generate" / "generate.py"  # saved with a model whose masks were trained
@@ -447,11 +447,7 @@ def load(name: str | None = None, device="cpu", dtype=torch.float32) -> tuple[Qw
     directory = TOY if name is None else locate(name)
     if dtype == "auto":
         dtype = fastest_dtype(device, num_weights(directory))
-    float_dtype = dtype
-    if dtype == torch.int8:
-        check_int8(device)
-        float_dtype = torch.bfloat16  # in which the weights are read
-    model = load_model(directory, device, float_dtype)
+    model = load_model(directory, device, float_dtype(dtype, device))
     chat = Chat(directory)
     add_mask_token(model, chat)
     if dtype == torch.int8:

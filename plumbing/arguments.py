@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--model", default=default, help=help)
         self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps")
         if "auto" in dtypes:
-            help = "int8: on a CPU, weights in 8 bits; auto: what decodes fastest"
+            help = "int8: weights in 8 bits, on a CPU; auto: what is fastest for this model here"
             self.add_argument("--dtype", choices=dtypes, default="auto", help=help)
         else:
             help = "(default: bfloat16 on cuda, else float32)"

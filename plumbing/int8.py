@@ -20,7 +20,6 @@ from torch import Tensor
 from .errors import UserError
 
 IN_8_BITS = 127  # weights are integers from -127 to 127
-IN_7_BITS = 63  # or from -63 to 63: see largest_weight
 IN_16_BITS = 256 * 127 + 127  # inputs: so both bytes are at most 127
 ZERO = 128  # oneDNN is fast for unsigned bytes only: so this is added to both
 TINY = 1e-30  # in place of the scale of zeros
@@ -72,7 +71,7 @@ def largest_weight() -> int:
     Without VNNI (AMD before Zen 4, Intel before 2019) two products are added in 16 bits: too few
     for 2 * 255 * 127, enough for 2 * 255 * 63.
     """
-    for largest in (IN_8_BITS, IN_7_BITS):
+    for largest in (IN_8_BITS, 63):
         if is_exact(largest):
             return largest
     return 0
@@ -80,21 +79,21 @@ def largest_weight() -> int:
 
 def is_exact(largest: int) -> bool:
     """Are the largest sums of products right on this CPU?"""
-    onednn = torch.backends.mkldnn
-    if not (onednn.is_available() and onednn.enabled):
-        return False
     x = torch.full((2, 256), 255, dtype=torch.uint8)
     weight = torch.full((64, 256), float(largest))  # its scale is 1
     try:
         y = integer_product(x, pack(weight, largest))
-    except RuntimeError:  # a torch without these operators, or for another kind of CPU
+    except (RuntimeError, AttributeError):  # a torch without these operators, another kind of CPU
         return False
     return bool((y == (255 - ZERO) * largest * 256).all())
 
 
-def check_int8(device: torch.device) -> None:
-    """Raise UserError where there are no products in 8 bits."""
+def float_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which the weights are read: for int8 bfloat16; UserError where it has no products."""
+    if dtype != torch.int8:
+        return dtype
     if device.type != "cpu":
         raise UserError(f"dtype int8: only on a CPU, not on {device}; use bfloat16 or float32")
     if not largest_weight():
         raise UserError("dtype int8: not on this CPU; use bfloat16 or float32")
+    return torch.bfloat16

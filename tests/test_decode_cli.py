@@ -156,6 +156,7 @@ def test_a_reader_that_goes_away():
         ("cuda:1", "float32", torch.float32),
         ("mps", None, torch.float32),
         ("cpu", None, torch.float32),
+        ("cpu", "auto", "auto"),  # load decides
     ],
 )
 def test_the_dtype_that_is_meant(monkeypatch, device, dtype, expected):

@@ -101,11 +101,11 @@ def test_only_the_copy_is_in_8_bits(seed):
 
 def test_where_there_is_no_int8(monkeypatch):
     with pytest.raises(UserError, match="only on a CPU, not on mps; use bfloat16 or float32"):
-        int8.check_int8(torch.device("mps"))
+        int8.float_dtype(torch.int8, torch.device("mps"))
     monkeypatch.setattr(int8, "is_exact", lambda largest: False)
     int8.largest_weight.cache_clear()
     with pytest.raises(UserError, match="not on this CPU; use bfloat16 or float32"):
-        int8.check_int8(torch.device("cpu"))
+        int8.float_dtype(torch.int8, torch.device("cpu"))
     int8.largest_weight.cache_clear()
     done = command("train", "--data", "x", "--out", "y", "--dtype", "int8")
     assert done.status == 2 and "invalid choice: 'int8'" in done.err
