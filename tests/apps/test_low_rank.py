@@ -1,4 +1,4 @@
-"""Training at low rank: free directions, the merged model, what a run changes, and --resume."""
+"""Training at low rank: the losses, the merged model, what a run changes, and --resume."""
 
 import random
 
@@ -37,7 +37,7 @@ def test_losses_by_hand(monkeypatch):
         row_width = rng.choice([None, 200])
         recipe = Recipe(MASK, block, 0.7, batch_tokens=batch_tokens, row_width=row_width)
         monkeypatch.setattr("model.LOGITS_AT_A_TIME", rng.choice([1, 8 * 7, 2**26]))
-        found = low_rank.add_gradients(model, examples, recipe, original)
+        found = low_rank.add_held_gradients(model, examples, recipe, original)
         ours = torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
         noisy = torch.zeros(()).double()
@@ -57,51 +57,6 @@ def test_losses_by_hand(monkeypatch):
         assert (ours - theirs).abs().max() < 1e-6 * theirs.abs().max()
 
 
-def test_free_directions_are_those_of_the_generalized_eigenproblem():
-    """By all eigenvectors in place of a randomized search: masks v = s clean v, the largest s."""
-    for seed in cases(5, 50):
-        generator = torch.Generator().manual_seed(seed)
-        m = 7
-        clean, masks = (torch.randn(m, m, generator=generator).double() for _ in range(2))
-        clean, masks = clean @ clean.T, masks @ masks.T
-        right = low_rank.free_directions(clean, masks, rank=2)
-        clean = clean + 0.01 * (clean.diagonal() + clean.diagonal().median()).diag()
-        values, vectors = torch.linalg.eig(torch.linalg.inv(clean) @ masks)
-        order = values.real.argsort(descending=True)[:2]
-        for row, s, vector in zip(right, values.real[order], vectors.real.T[order], strict=True):
-            assert torch.allclose(row @ masks @ row, s / (s + low_rank.PENALTY))
-            assert torch.allclose(row @ clean @ row, 1 / (s + low_rank.PENALTY))
-            cosine = torch.cosine_similarity(row, vector, dim=0)
-            assert cosine.abs() > 1 - 1e-6
-
-
-def test_some_inputs_are_much_larger_than_the_others():
-    """In float32 the second run with a real model stopped: clean tokens' moments, which have
-    inputs of a million times the others' variance, were not positive definite."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(400, 20, generator=generator)
-    x[:, :10] += 1e4 * torch.randn(400, 1, generator=generator)
-    x[:, 15] = 0
-    clean = x.T @ x / len(x)
-    assert low_rank.free_directions(clean, clean.diagonal().diag(), rank=6).isfinite().all()
-
-
-def test_second_moments_are_of_what_a_matrix_is_given():
-    """Padding is neither a clean token nor a mask."""
-    rng = random.Random(0)
-    model = tiny_model(rng).requires_grad_(False)
-    inputs = unpacked([lay_out(random_example(rng, 4), GRID) for _ in range(3)])
-    x = model.model.layers[0].input_layernorm(model.model.embed_tokens(inputs.tokens))
-    is_mask = inputs.prefix <= inputs.pos
-    for of_masks, positions in ((False, ~is_mask & (inputs.doc >= 0)), (True, is_mask)):
-        moments = low_rank.second_moments(model, [inputs, inputs], of_masks)
-        assert set(moments) == {name for name, _ in low_rank.matrices(model)}
-        assert len(moments) == 7 * model.config.num_hidden_layers
-        found = moments["model.layers.0.self_attn.v_proj"]
-        expected = x[positions].T @ x[positions] / positions.sum()
-        assert torch.allclose(found.double(), expected, rtol=1e-5)
-
-
 def test_the_merged_model_computes_the_same():
     """As an ordinary model; and before training, what it computed when it was not restricted."""
     for seed in cases(4, 40):
@@ -112,12 +67,10 @@ def test_the_merged_model_computes_the_same():
         inputs = unpacked([lay_out(random_example(rng, 4), GRID) for _ in range(3)])
         low_rank.restrict(model, rank=rng.choice([1, 3, 99]))
         model.double()
-        for _, linear in low_rank.matrices(model):
-            linear.right.normal_()
         now = low_rank.merged(model)
         torch.testing.assert_close(now, before, rtol=0, atol=1e-6)  # the row is float32
         for name, weight in model.named_parameters():
-            is_free = name.endswith((".left", ".mask_row"))
+            is_free = name.endswith((".left", ".right", ".mask_row"))
             assert weight.requires_grad == is_free
             if is_free:
                 weight.data += torch.randn_like(weight)
@@ -151,7 +104,7 @@ def run(*words: object):
     return command("apps.low_rank", *words, "--device", "cpu")
 
 
-def test_it_learns_to_look_ahead_and_says_what_it_said(words, data, tmp_path):
+def test_it_learns_to_look_ahead(words, data, tmp_path):
     """The mask's row changes, each matrix at its rank, and nothing else."""
     done = run(*words, "--steps", 12, "--out", tmp_path)
     assert done.status == 0, done.err
@@ -166,20 +119,15 @@ def test_it_learns_to_look_ahead_and_says_what_it_said(words, data, tmp_path):
         else:
             energy = torch.linalg.svdvals(change).square()
             assert 0 < energy[16:].sum() < 0.2 * energy.sum(), name  # rounding to bfloat16
-    rows = rows_of(data)
     recipe = Recipe(chat.mask_id)
+    greedy = rows_of(data)[:24]
 
-    def measured(model: Qwen2, some: list[dict]) -> list[float]:
-        """Both losses, noisy and drift."""
-        examples = [make_example(row, chat, before.config.eos_token_id, 512) for row in some]
-        forwards = low_rank.forward_inputs(examples, recipe)
-        pairs = [low_rank.losses(model, inputs, before) for inputs in forwards]
-        return torch.tensor(pairs).sum(0).tolist()
+    def noisy_loss(model: Qwen2) -> float:
+        examples = [make_example(row, chat, before.config.eos_token_id, 512) for row in greedy]
+        forwards = low_rank.held_inputs(examples, recipe)
+        return sum(low_rank.held_losses(model, inputs, before)[0].item() for inputs in forwards)
 
-    greedy, drawn = rows[:24], rows[24:]
-    assert measured(after, greedy)[0] < measured(before, greedy)[0] - 0.7
-    # With random directions in place of these 1.4e-4; with clean and masks exchanged 8e-5.
-    assert measured(after, drawn)[1] < 2e-5
+    assert noisy_loss(after) < noisy_loss(before) - 3  # of 9.3
 
 
 def test_the_clean_stream_is_held(tmp_path):
@@ -206,15 +154,14 @@ def test_another_model_is_held_to(words, tmp_path):
     assert log(tmp_path / "out")[0]["drift"] > 1e-4
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path, monkeypatch):
-    """Its directions are in its checkpoint; the model that is saved is the merged one."""
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(words, tmp_path):
+    """Both factors are in its checkpoint; the model that is saved is the merged one."""
     whole = tmp_path / "whole"
     assert run(*words, "--steps", 8, "--out", whole).status == 0
     part = tmp_path / "part"
     assert run(*words, "--steps", 8, "--save-every", 4, "--out", part).status == 0
     last = sorted(part.glob("checkpoints/step-*"))[-1]
     last.rename(last.with_suffix(".tmp"))  # as if it had been killed while it saved
-    monkeypatch.setattr(low_rank, "find_directions", None)  # a quarter of an hour
     assert run(*words, "--steps", 8, "--out", part, "--resume").status == 0
     assert contents(whole)["model.safetensors"] == contents(part)["model.safetensors"]
 
@@ -225,7 +172,7 @@ def test_refused(words, data, tmp_path, monkeypatch):
     short.write_text('{"prompt": "Mia", "response": "6", "finish_reason": "length"}')
     out = tmp_path / "out"
     done = run(*words, "--data", short, "--out", out)
-    assert done.status == 2 and "short.jsonl: no masks in 60 examples" in done.err
+    assert done.status == 2 and "short.jsonl: no response has masks" in done.err
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert is_refused(run(*words, "--out", out), "torchrun is for train.py")
     assert not out.exists()
